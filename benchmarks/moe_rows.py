@@ -1,4 +1,4 @@
-"""What would it save to move only the experts that a step's tokens are routed to?
+"""Measure how many bytes move for experts that get no token.
 
 python benchmarks/moe_rows.py [--layers 8] [--experts 16] [--hidden 256] [--tokens 4 64 1024]
 Layers of experts, one expert per token, as stacked parameters (transformers' form) and as a module per expert, under a
@@ -39,7 +39,7 @@ class Stacked(nn.Module):
 
 
 class Separate(nn.Module):
-    """The same experts, each a module."""
+    """Experts, each a module."""
 
     def __init__(self, experts: int, hidden: int) -> None:
         super().__init__()
@@ -77,6 +77,12 @@ def batches(tokens: int, experts: int, hidden: int, count: int) -> list[tuple[to
     ]
 
 
+def total_bytes(engine: ps.Engine) -> int:
+    """Return the bytes that have been copied between the tiers so far."""
+    counted = engine.inspect()
+    return counted.h2d_bytes + counted.d2h_bytes
+
+
 def copied_bytes(build: Callable[[], nn.Module], data: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[int, int]:
     """Return the mean bytes copied between the tiers in a step, and in a forward without gradients."""
     numel = sum(param.numel() for param in build().parameters())
@@ -86,13 +92,13 @@ def copied_bytes(build: Callable[[], nn.Module], data: list[tuple[torch.Tensor, 
     for train in (True, False):
         for number, (x, routes) in enumerate(data):
             if number == WARM_UP:
-                before = engine.stats.total.h2d_bytes + engine.stats.total.d2h_bytes
+                before = total_bytes(engine)
             with torch.set_grad_enabled(train):
                 out = engine(x, routes)
             if train:
                 engine.backward(out.float().square().mean())
                 engine.optimizer.step()
-        after = engine.stats.total.h2d_bytes + engine.stats.total.d2h_bytes
+        after = total_bytes(engine)
         figures.append((after - before) // (len(data) - WARM_UP))
     engine.close()
     return figures[0], figures[1]

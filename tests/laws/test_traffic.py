@@ -3,10 +3,12 @@
 from functools import cache
 
 import pytest
+import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from probes import after_allocations, manager_of, tracer_of
 from sampling import draws
+from torch import nn
 from toys import Shape, batches, train
 
 from patrickstar._engine.engine import Engine
@@ -102,3 +104,48 @@ def fetched_chunks(engine: Engine) -> int:
     after_allocations(engine, lambda chunk: sizes.append(chunk.nbytes))
     train(engine, batches(1))
     return sum(sizes)
+
+
+class StackedExperts(nn.Module):
+    """Experts as rows of two parameters, of which each step uses others."""
+
+    def __init__(self, width: int = 32, experts: int = 6) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(experts, width, width) / width**0.5)
+        self.down = nn.Parameter(torch.randn(experts, width, width) / width**0.5)
+
+    def forward(self, x: torch.Tensor, experts: list[int]) -> torch.Tensor:
+        for expert in experts:
+            x = x + torch.tanh(x @ self.up[expert]) @ self.down[expert]
+        return x
+
+
+class LayersOfExperts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(StackedExperts() for _ in range(6))
+
+    def forward(self, x: torch.Tensor, experts: list[int]) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x, experts)
+        return x
+
+
+def test_experts_that_differ_in_each_step_move_each_parameter_twice():
+    """No trace is followed. Each parameter comes for forward and backward, and its gradient goes: three times."""
+    largest = 6 * 32 * 32 * 2
+    options = config("bf16", largest // 2, device_memory=5 * largest)
+    with Engine(LayersOfExperts, options, meter=NoMeter()) as engine:
+        counters, nbytes = manager_of(engine).counters, engine.layout.param16_bytes
+        for step in range(6):
+            before = counters.h2d_bytes + counters.d2h_bytes
+            experts = torch.randperm(6, generator=torch.Generator().manual_seed(step))[: 3 + step % 3].tolist()
+            engine.backward(engine(torch.ones(2, 32), experts).float().square().mean())
+            engine.optimizer.step()
+            moved = counters.h2d_bytes + counters.d2h_bytes - before
+            assert moved <= 3 * nbytes + engine.layout.optimizer_bytes * (step < 2), f"step {step}"
+        before = counters.h2d_bytes
+        for step in range(4):
+            with torch.no_grad():
+                engine(torch.ones(2, 32), [step, step + 1, step + 2])
+        assert counters.h2d_bytes - before <= 4 * (nbytes - 5 * largest + 4 * largest)

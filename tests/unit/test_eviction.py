@@ -2,12 +2,13 @@
 
 from itertools import combinations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prefetch_policies import NextUse
 from sampling import draws
 
-from patrickstar._schedule.eviction import EvictionPolicy, ListOrder
+from patrickstar._schedule.eviction import AccessHistory, EvictionPolicy, LeastRecentlyUsed, ListOrder
 from patrickstar._schedule.trace import NEVER, Moment, Trace
 
 quick = settings(derandomize=True, deadline=None, max_examples=draws(300))
@@ -23,13 +24,17 @@ def cases(draw, max_chunks=4):
     return capacity, draw(st.lists(access, min_size=1, max_size=10))
 
 
-def fetches(policy: EvictionPolicy, accesses: Accesses, capacity: int, iterations: int = 1) -> int:
+def fetches(
+    policy: EvictionPolicy, accesses: Accesses, capacity: int, iterations: int = 1, history: AccessHistory | None = None
+) -> int:
     """Count the fetches of a device with room for `capacity` chunks that is empty at first."""
     resident: set[int] = set()
     count = 0
     for _ in range(iterations):
         for now, chunks in enumerate(accesses):
             missing = set(chunks) - resident
+            if history is not None:
+                history.add(chunks)
             for evicted in policy.eviction_order(resident - set(chunks), now):
                 if len(resident) + len(missing) <= capacity:
                     break
@@ -88,6 +93,28 @@ def test_forward_and_backward_over_a_chain_keep_what_comes_back_first():
     assert fetches(next_use(accesses), accesses, capacity=3) == 5 + 2
     assert fetches(ListOrder(), accesses, capacity=3) == 5 + 2
     assert fetches(next_use(accesses), accesses, capacity=3, iterations=2) == 7 + 4
+
+
+def layers_of_experts(layers, experts, parameters):
+    """Return the accesses of a forward in which experts use the stacked parameters of their layer in turn."""
+    return [
+        (layer * parameters + number,)
+        for layer in range(layers)
+        for _ in range(experts)
+        for number in range(parameters)
+    ]
+
+
+@pytest.mark.parametrize("parameters", [1, 2, 3])
+def test_parameters_that_experts_use_in_turn_stay_until_the_layer_ends(parameters):
+    forward = layers_of_experts(8, 6, parameters)
+    step = [*forward, *reversed(forward)]
+    chunks, capacity = 8 * parameters, 2 * parameters + 2
+    history = AccessHistory()
+    assert fetches(LeastRecentlyUsed(history), step, capacity, history=history) == 2 * chunks - capacity
+    histories = AccessHistory(), AccessHistory()
+    four, five = (fetches(ListOrder(h), forward, capacity, n, h) for n, h in zip((4, 5), histories, strict=True))
+    assert five - four <= chunks - (capacity - parameters - 2), "what fits stays, except those of one layer"
 
 
 @quick

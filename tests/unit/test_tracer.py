@@ -13,7 +13,7 @@ from patrickstar._layout.schema import PARAM16
 from patrickstar._memory.chunk_manager import ChunkManager
 from patrickstar._memory.tracer import MAX_TRACES, Mode, Tracer
 from patrickstar._memory.vm_pool import round_up
-from patrickstar._schedule.eviction import ListOrder
+from patrickstar._schedule.eviction import LeastRecentlyUsed, ListOrder
 from patrickstar._schedule.placement import Tier
 from patrickstar._schedule.prefetch import AggressivePrefetch, DemandFetch, PrefetchPolicy
 from patrickstar._schedule.trace import Moment
@@ -106,13 +106,13 @@ def test_traced_iteration_records_peak_of_every_moment(tracer):
     assert tracer.peak_non_model_bytes == trace.peak_non_model_bytes == 300
 
 
-def test_traced_iteration_evicts_in_list_order_below_warm_up_limit(tracer):
+def test_traced_iteration_evicts_the_least_recently_used_below_warm_up_limit(tracer):
     tracer.begin_iteration("a")
     tracer.meter.use(70)
     tracer.begin_moment((0,), belongs=True)
     manager = tracer.manager
     assert tracer.mode is Mode.TRACE
-    assert isinstance(manager.eviction_policy, ListOrder)
+    assert isinstance(manager.eviction_policy, LeastRecentlyUsed)
     assert (manager.device_tier.soft_limit_bytes, manager.device_tier.non_model_bytes, manager.now) == (CAUTIOUS, 70, 0)
 
 
@@ -155,7 +155,7 @@ def test_unexpected_access_departs_from_plan_and_retraces(tracer, at, unexpected
     tracer.begin_moment(unexpected, belongs=True)
     assert tracer.mode is Mode.DEMAND
     assert tracer.traces == {}
-    assert isinstance(tracer.manager.eviction_policy, ListOrder) and tracer.manager.prefetch_policy is None
+    assert isinstance(tracer.manager.eviction_policy, LeastRecentlyUsed) and tracer.manager.prefetch_policy is None
     assert tracer.manager.device_tier.non_model_bytes == 77
     tracer.begin_moment((0,), belongs=True)
     assert tracer.mode is Mode.DEMAND

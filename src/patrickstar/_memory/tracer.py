@@ -10,7 +10,7 @@ from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.chunk_manager import ChunkManager
 from patrickstar._memory.memory_meter import Meter
 from patrickstar._schedule.coordination import Linked
-from patrickstar._schedule.eviction import ListOrder
+from patrickstar._schedule.eviction import AccessHistory, LeastRecentlyUsed, ListOrder
 from patrickstar._schedule.placement import WARM_UP_PERCENT
 from patrickstar._schedule.prefetch import AggressivePrefetch, DemandFetch, PrefetchPolicy
 from patrickstar._schedule.streaming import StreamingPrefetch
@@ -59,6 +59,8 @@ class Tracer:
         self._open_traces = self.traces
         """Those of the two to which the open iteration belongs."""
         self._policies: dict[int, PrefetchPolicy] = {}
+        self._history = AccessHistory()
+        self._list_order = manager.eviction_policy = ListOrder(self._history)
         self._checking = False
         """True while the followed trace is being compared with the needs of a second iteration."""
         self._entered = (0, 0)
@@ -104,7 +106,7 @@ class Tracer:
         else:
             _log.info("tracing an iteration with inputs %s", key)
             self.mode, self.trace = Mode.TRACE, Trace()
-            self.manager.eviction_policy = ListOrder()
+            self.manager.eviction_policy = self._untraced_order(traces)
         if self.mode is Mode.TRACE or self._checking:
             self.meter.reclaim()
             self.meter.restart()
@@ -229,7 +231,7 @@ class Tracer:
 
     def _stop_following(self) -> None:
         self.open_key, self.mode, self._checking = None, Mode.DEMAND, False
-        self.manager.eviction_policy = ListOrder()
+        self.manager.eviction_policy = self._list_order
         self.manager.cancel_prefetch()
         self.measure()
 
@@ -255,6 +257,10 @@ class Tracer:
             return 0
         unit = max(chunk.nbytes for chunk in self.manager.param16.values())
         return -(-max(0, self.current_non_model_bytes() - trace.moments[0].entered_bytes) // unit) * unit
+
+    def _untraced_order(self, traces: dict[Hashable, Trace]) -> LeastRecentlyUsed | ListOrder:
+        """Return the eviction policy of an iteration, or of an evaluation, that follows no trace."""
+        return LeastRecentlyUsed(self._history) if traces is self.traces else self._list_order
 
     @contextmanager
     def in_iteration(self) -> Iterator[None]:
@@ -302,6 +308,8 @@ class Tracer:
 
     def begin_moment(self, chunks: tuple[int, ...], belongs: bool) -> None:
         """Begin a moment: an operator is about to access `chunks`, or has ended (empty `chunks`)."""
+        if chunks:
+            self._history.add(chunks)
         if self.linked is not None:
             self._accesses = hash((self._accesses, chunks))
         if self.mode is Mode.RESIDENT and (belongs or self.in_iteration_now):
@@ -319,8 +327,9 @@ class Tracer:
                 return
             self.mode, self._checking = Mode.DEMAND, False
             _log.info("trace dropped: moment %d accesses chunks %s, unlike the trace", self.manager.now, chunks)
-            self._open_traces.pop(self.open_key, None)
-            self.manager.eviction_policy = ListOrder()
+            traces = self._open_traces
+            traces.pop(self.open_key, None)
+            self.manager.eviction_policy = self._untraced_order(traces)
             self.manager.cancel_prefetch()
             self._measure_moment()
             return
