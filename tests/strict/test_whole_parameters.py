@@ -7,7 +7,7 @@ import strict_device
 import torch
 from laws.test_late_copies import some_are_slow
 from laws.test_whole_parameters import OPTIMIZERS, Model
-from laws.tiers import inputs, options, small_engine, with_budgets
+from laws.tiers import inputs, least_host_bytes, options, small_engine, with_budgets
 from toys import train
 
 import patrickstar as ps
@@ -17,6 +17,8 @@ from patrickstar.errors import BudgetError
 NAMES = [name for name in OPTIMIZERS if "Muon" in name]
 UPDATE_BYTES = 240_000
 """Device memory that an update of the largest matrix needs."""
+LISTS_BYTES = 200_000
+"""Host memory for accumulated gradients, which the smallest budget of an error does not count."""
 
 
 def run_schedule(seed: int, directory) -> str:
@@ -29,8 +31,11 @@ def run_schedule(seed: int, directory) -> str:
     )
     config = config.model_copy(update={"device": "strict"})
     disk = ps.Disk(directory) if choice.random() < 0.4 else None
-    device = UPDATE_BYTES + choice.choice([0, 100_000, 4_000_000])
-    config = with_budgets(config, device, 800_000 if disk is not None else 4_000_000, disk)
+    room = choice.choice([0, 100_000] if disk is not None else [0, 100_000, 4_000_000])
+    config = with_budgets(config, UPDATE_BYTES + room, 4_000_000, disk)
+    if disk is not None:
+        host = least_host_bytes(Model, with_budgets(config, UPDATE_BYTES + room, 1, disk)) + LISTS_BYTES
+        config = with_budgets(config, UPDATE_BYTES + room, host, disk)
     batches = [tuple(tensor.to("strict") for tensor in batch) for batch in inputs(4)]
     torch.manual_seed(0)
     reference = testing.ReferenceTrainer(Model, config)
