@@ -39,6 +39,11 @@ def test_states_on_any_tier(tmp_path_factory, precision, chunk_size, room, loop)
     compare(many_blocks, config, lambda trainer, optimizer: train(trainer, inputs(4), **loop))
 
 
+def test_muon_takes_it_for_the_other_parameters():
+    config = options("bf16", 9000, optimizer=ps.Muon(lr=1e-2, adamw=EIGHT_BIT))
+    testing.compare(blocks, config, lambda trainer, optimizer: train(trainer, inputs(3)))
+
+
 @pytest.mark.parametrize("update", [ps.Delayed(after=2), None], ids=["delayed", "in the step"])
 @pytest.mark.parametrize("optimizer", [EIGHT_BIT, ps.EMA(EIGHT_BIT, decay=0.9)], ids=["alone", "averaged"])
 def test_other_updates(tmp_path, update, optimizer):

@@ -86,6 +86,11 @@ class Muon(Optimizer):
         """Chunk lists of all parameters together: the momentum of matrices, and the states of AdamW."""
         return tuple(kind for rule in self.default_rules() for kind in rule.kinds)
 
+    @property
+    def state_dtypes(self) -> dict[str, str]:
+        """Dtypes of states of AdamW; see `Optimizer.state_dtypes`."""
+        return self.adamw.state_dtypes
+
     def default_rules(self) -> tuple[MuonRule | AdamRule, ...]:
         """Return the rules of a matrix and of another parameter, with default options."""
         return tuple(self.rule(self.defaults() | {USE_MUON: use}, 1, {}) for use in (True, False))
