@@ -49,9 +49,14 @@ class Adam8bitRule(AdamRule):
     def kinds(self) -> tuple[str, ...]:
         return (EXP_AVG_8BIT, EXP_AVG_SQ_8BIT)
 
+    @property
+    def seed(self) -> int:
+        """24 bits of the step for the hash: as many as a float32 stores exactly."""
+        return (self.step * GOLDEN >> 8) & 0xFFFFFF
+
     def scalars(self, dtype: torch.dtype) -> tuple[float, ...]:
-        """Return the scalars of `AdamRule`, and 24 bits of the step for the hash."""
-        return (*super().scalars(dtype), float((self.step * GOLDEN >> 8) & 0xFFFFFF))
+        """Return the scalars of `AdamRule`, and the seed."""
+        return (*super().scalars(dtype), float(self.seed))
 
     def apply(self, master: torch.Tensor, grad: torch.Tensor, states: Sequence[torch.Tensor]) -> None:
         ratios, squares = states
@@ -61,7 +66,7 @@ class Adam8bitRule(AdamRule):
         values = exp_avg.to(master.dtype), exp_avg_sq.to(master.dtype)
         super().apply(master, grad, values)
         exp_avg, exp_avg_sq = (value.float() for value in values)
-        hashes = hash_of(canonical_nan_(master).float(), int(self.scalars(master.dtype)[-1]))
+        hashes = hash_of(canonical_nan_(master).float(), self.seed)
         random = hashes & ((1 << SQUARE_SHIFT) - 1)
         squares.copy_(to_codes(exp_avg_sq + SQUARE_OFFSET, SQUARE_WORD, random, SQUARE_SHIFT).clamp_(max=255))
         ratio = exp_avg.abs().mul_(scale_of(squares, -1)).add_(RATIO_OFFSET)

@@ -57,7 +57,7 @@ class Tracer:
         self.evaluation_traces: dict[Hashable, Trace] = {}
         """Traces of forwards without gradients, each of which is followed as an iteration of its own."""
         self._open_traces = self.traces
-        """Those of the two to which the open iteration belongs."""
+        """Traces among which the open iteration has its own: one of these two."""
         self._policies: dict[int, PrefetchPolicy] = {}
         self._history = AccessHistory()
         self._list_order = manager.eviction_policy = ListOrder(self._history)

@@ -114,7 +114,8 @@ def plan_tiers(
     page_bytes = min(page_bytes, round_up(largest))
     delayed = isinstance(config.update, Delayed)
     # Pages of the narrowest list that an update reads are whole blocks too.
-    narrowest = min((spec.itemsize for chunk in layout.chunks for spec in chunk.schema.optimizer_lists), default=4)
+    itemsizes = (spec.itemsize for chunk in layout.chunks for spec in chunk.schema.optimizer_lists)
+    narrowest = min(itemsizes, default=MASTER_BYTES)
     page_bytes = max(page_bytes, MASTER_BYTES // narrowest * BLOCK_BYTES)
     io_bytes = page_bytes * (STAGES + 1)
     # Master and gradient list, beside the optimizer states.

@@ -1,10 +1,8 @@
 """AdamW with states of 8 bits."""
 
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
-from patrickstar._kernels.adam import AdamRule
 from patrickstar._kernels.adam_8bit import Adam8bitRule
 from patrickstar._layout.schema import EXP_AVG_8BIT, EXP_AVG_SQ_8BIT
 from patrickstar.optim.adam import AdamW
@@ -26,5 +24,4 @@ class AdamW8bit(AdamW):
 
     def rule(self, group: Mapping[str, Any], step: int, memory: dict[str, Any]) -> Adam8bitRule:
         """Return the rule of one update; see `Optimizer.rule`."""
-        rule: AdamRule = super().rule(group, step, memory)
-        return Adam8bitRule(**{field.name: getattr(rule, field.name) for field in fields(rule)})
+        return Adam8bitRule(**vars(super().rule(group, step, memory)))
