@@ -106,6 +106,22 @@ def test_bits_of_its_own_strategy(tmp_path, manual):
     assert_same_bits(predicted, own_predicted, "predictions")
 
 
+def test_evaluations_run_in_evaluation_mode(tmp_path):
+    """Compare metrics of a module with dropout, and the mode of each call."""
+    found = []
+    for strategy in ("auto", Stressed({"chunk_size": 2048})):
+        module, modes = Net(), []
+        module.layers.append(nn.Dropout(0.5))
+        module.layers.register_forward_pre_hook(lambda layers, inputs: modes.append(layers.training))
+        run, metrics = trainer(strategy, tmp_path, num_sanity_val_steps=0, val_check_interval=8), []
+        run.fit(module, loader(), loader(1, 8))
+        for evaluate in (run.validate, run.test):
+            metrics += evaluate(module, loader(1, 8), verbose=False)
+        found.append((modes, module.losses, metrics))
+    assert found[1] == found[0]
+    assert found[0][0] == 2 * (8 * [True] + 4 * [False]) + 4 * [True] + 8 * [False]
+
+
 @pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
 @pytest.mark.parametrize("trainers", ["one", "several"])
 def test_a_module_is_fitted_again(tmp_path, manual, trainers):

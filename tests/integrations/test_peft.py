@@ -127,3 +127,31 @@ def test_best_adapter_is_loaded(tmp_path):
     assert losses[one.state.best_global_step] == min(losses.values())
     assert one.evaluate()["eval_loss"] == min(losses.values())
     close(one)
+
+
+@pytest.mark.parametrize("kind", [peft.PromptTuningConfig, peft.PrefixTuningConfig, peft.PromptEncoderConfig])
+def test_prompts_are_saved_as_by_the_stock_trainer(tmp_path, kind):
+    """A prompt is what its encoder returns for masters; PEFT loads it from the file."""
+    files = []
+    for trainer_kind in (transformers.Trainer, Stressed):
+        torch.manual_seed(0)
+        model = peft.get_peft_model(gpt2(), kind(task_type="CAUSAL_LM", num_virtual_tokens=3))
+        folder = tmp_path / trainer_kind.__name__
+        one = trainer(folder, model, trainer_kind, save_strategy="steps", save_steps=3)
+        one.optimizer_cls_and_kwargs = ADAMW
+        one.train()
+        files.append((folder / "checkpoint-6" / "adapter_model.safetensors").read_bytes())
+        prompt = peft.PeftModel.from_pretrained(gpt2(), folder / "checkpoint-6").prompt_encoder["default"]
+        close(one)
+        assert prompt.embedding.weight.dtype == torch.float32
+    assert files[0] == files[1]
+
+
+def test_best_prompt_is_loaded(tmp_path):
+    options = dict(save_strategy="steps", save_steps=1, eval_strategy="steps", eval_steps=1, save_only_model=True)
+    model = peft.get_peft_model(gpt2(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    one = trainer(tmp_path, model, bf16=True, learning_rate=0.3, load_best_model_at_end=True, **options)
+    one.train()
+    losses = {entry["step"]: entry["eval_loss"] for entry in one.state.log_history if "eval_loss" in entry}
+    assert one.evaluate()["eval_loss"] == losses[one.state.best_global_step] == min(losses.values())
+    close(one)

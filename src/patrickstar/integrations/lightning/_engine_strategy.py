@@ -4,7 +4,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -46,6 +46,11 @@ class EngineForward(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.engine(*args, **kwargs)
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode of the engine's module too: Lightning's evaluations call `trainer.model.eval()`."""
+        self.engine.module.train(mode)
+        return super().train(mode)
 
 
 class EngineStrategy(Processes):

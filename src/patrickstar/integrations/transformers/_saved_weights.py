@@ -1,7 +1,9 @@
 """Weights in the formats of transformers and PEFT: saved from an engine, and read one at a time."""
 
+import copy
 import weakref
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -85,9 +87,36 @@ def adapter_names(model: nn.Module) -> dict[str, dict[str, str]]:
     numbers = {name: torch.tensor(number, device="cpu") for number, name in enumerate(names)}
     keys = {}
     for adapter in adapters:
+        if getattr(model, "peft_config")[adapter].is_prompt_learning:  # noqa: B009
+            keys[adapter] = _prompt_names(names, adapter)
+            continue
         picked = get_peft_model_state_dict(model, state_dict=dict(numbers), adapter_name=adapter)
         keys[adapter] = {key: names[int(number)] for key, number in picked.items()}
     return keys
+
+
+def _prompt_names(names: Collection[str], adapter: str) -> dict[str, str]:
+    """Return the model's name of each key of a prompt's file: PEFT reads the prompt into the encoder's embedding."""
+    keys = {"prompt_embeddings": "embedding.weight", "prefix_task_cols": "prefix_task_cols"}
+    keys |= {"prefix_task_rows": "prefix_task_rows"}
+    found = {key: f"prompt_encoder.{adapter}.{name}" for key, name in keys.items()}
+    return {key: name for key, name in found.items() if name in names}
+
+
+@contextmanager
+def _unmanaged_prompts(model: nn.Module, state: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Let the model have prompt encoders with the values of `state`: PEFT saves what their forward returns."""
+    managed = getattr(model, "prompt_encoder", nn.ModuleDict())
+    encoders = dict(managed.items())
+    for adapter, encoder in encoders.items():
+        prefix = f"prompt_encoder.{adapter}."
+        values = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+        managed[adapter] = copy.deepcopy(encoder)
+        managed[adapter].load_state_dict(values, assign=True)
+    try:
+        yield
+    finally:
+        managed.update(encoders)
 
 
 def make_savable(engine: Engine) -> None:
@@ -106,7 +135,10 @@ def make_savable(engine: Engine) -> None:
             return original(save_directory, **options)
         if is_adapted(model):
             saved = {name for names in adapter_names(model).values() for name in names.values()}
-            return original(save_directory, state_dict=active.state_dict(saved), **options)
+            saved |= {name for name in model.state_dict(keep_vars=True) if name.startswith("prompt_encoder.")}
+            state = active.state_dict(saved)
+            with _unmanaged_prompts(model, state):
+                return original(save_directory, state_dict=state, **options)
         if options:
             return original(save_directory, state_dict=active.state_dict(), **options)
         return save_weights(active, Path(save_directory))
