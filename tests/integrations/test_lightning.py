@@ -112,7 +112,7 @@ def test_evaluations_run_in_evaluation_mode(tmp_path):
     for strategy in ("auto", Stressed({"chunk_size": 2048})):
         module, modes = Net(), []
         module.layers.append(nn.Dropout(0.5))
-        module.layers.register_forward_pre_hook(lambda layers, inputs: modes.append(layers.training))
+        module.layers.register_forward_pre_hook(lambda layers, inputs, modes=modes: modes.append(layers.training))
         run, metrics = trainer(strategy, tmp_path, num_sanity_val_steps=0, val_check_interval=8), []
         run.fit(module, loader(), loader(1, 8))
         for evaluate in (run.validate, run.test):
