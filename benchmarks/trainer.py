@@ -41,12 +41,19 @@ class Loop:
     def __init__(self, options: argparse.Namespace, groups: Any) -> None:
         optimizer = ps.AdamW(lr=1e-4, param_groups=groups)
         self.engine, self.optimizer = ps.initialize(
-            build(options.model), ps.Config(device=options.device, optimizer=optimizer)
+            self.build(options.model), ps.Config(device=options.device, optimizer=optimizer)
         )
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1.0)
 
+    def build(self, name: str) -> PreTrainedModel:
+        return build(name)
+
+    def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        loss: torch.Tensor = self.engine(**batch, num_items_in_batch=batch["labels"][:, 1:].numel()).loss
+        return loss
+
     def step(self, batch: dict[str, torch.Tensor]) -> float:
-        loss = self.engine(**batch, num_items_in_batch=batch["labels"][:, 1:].numel()).loss
+        loss = self.loss(batch)
         self.engine.backward(loss)
         self.engine.clip_grad_norm_(1.0)
         self.optimizer.step()
