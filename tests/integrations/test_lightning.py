@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import patrickstar as ps
-from patrickstar.errors import CheckpointError, ConfigError, TrainingError
+from patrickstar.errors import BudgetError, CheckpointError, ConfigError, TrainingError
 from patrickstar.integrations.lightning import PatrickStarStrategy
 from patrickstar.testing import NoMeter, assert_same_bits
 
@@ -198,6 +198,33 @@ class TwoOptimizers(Net):
 class OwnBackward(Net):
     def backward(self, loss: torch.Tensor) -> None:
         loss.backward()
+
+
+class OwnOptimizer(Net):
+    """Module that has its optimizer and scheduler before a fit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.configured = super().configure_optimizers()
+
+    def configure_optimizers(self) -> Any:
+        return self.configured
+
+
+def test_states_of_an_optimizer_end_with_the_engine(tmp_path):
+    """An optimizer that hasn't trained is taken again, one that has is refused, with its scheduler as before."""
+    module = OwnOptimizer()
+    with pytest.raises(BudgetError):
+        trainer(Stressed({"device_memory": 512}), tmp_path).fit(module, loader())
+    trainer(Stressed(), tmp_path, max_steps=0).fit(module, loader())
+    run = trainer(Stressed(), tmp_path, max_steps=2)
+    run.fit(module, loader())
+    own = Net()
+    trainer("auto", tmp_path, max_steps=2).fit(own, loader())
+    assert module.losses == own.losses and len(own.losses) == 2
+    with pytest.raises(ConfigError, match="the RMSprop has trained before, and its states ended with that engine"):
+        run.fit(module, loader())
+    assert module.configured["lr_scheduler"]["scheduler"].optimizer is module.configured["optimizer"]
 
 
 def test_mistakes(tmp_path):

@@ -22,6 +22,8 @@ NATIVE_OPTIMIZERS: dict[type, type[Optimizer]] = {
     torch.optim.Muon: Muon,
 }
 """Optimizers with kernels that replace classes of torch."""
+STATES_ENDED = "_patrickstar_states_ended"
+"""Attribute of an optimizer of torch whose states were those of an engine that is closed."""
 SPEED_ONLY = ("fused", "foreach")
 """Options of torch's optimizers that select an implementation, not the update rule."""
 
@@ -37,9 +39,15 @@ def convert(optimizer: torch.optim.Optimizer, model: nn.Module) -> Optimizer:
         Options that `ps.Config` takes. They hold names instead of parameters.
 
     Raises:
-        ConfigError: It has states, parameters that are not the model's, or does not update each parameter separately.
+        ConfigError: It has states or had them in an engine, has parameters that are not the model's, or does not
+            update each parameter separately.
     """
     kind = type(optimizer)
+    if hasattr(optimizer, STATES_ENDED):
+        raise ConfigError(
+            f"the {kind.__name__} has trained before, and its states ended with that engine: create a new optimizer "
+            f"(Lightning: in configure_optimizers), and load a checkpoint to go on with the states"
+        )
     if optimizer.state:
         raise ConfigError(
             f"the {kind.__name__} has states of {len(optimizer.state)} parameters from steps before: prepare it before "
@@ -87,19 +95,35 @@ def _groups_of_names(
     return [{"params": [params[name] for name in names], **options} for names, options in groups]
 
 
-def move_scheduler(scheduler: LRScheduler, before: torch.optim.Optimizer, optimizer: torch.optim.Optimizer) -> None:
+def end_states(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer of torch never be converted again: the engine with its states is closed."""
+    setattr(optimizer, STATES_ENDED, True)
+
+
+def move_scheduler(
+    scheduler: LRScheduler, before: torch.optim.Optimizer, optimizer: torch.optim.Optimizer
+) -> Callable[[], None]:
     """Let a scheduler that was created for one optimizer change the learning rates of another.
 
     Args:
         scheduler: Scheduler; also one that contains others.
         before: Its optimizer.
         optimizer: Optimizer with the same groups, including what the scheduler has added to them.
+
+    Returns:
+        Function that lets the scheduler be one of the optimizer before again.
     """
     rates = [group["lr"] for group in optimizer.param_groups]
     # A scheduler notices steps by a method that it puts in place of the optimizer's.
     LambdaLR(optimizer, lambda _: 1.0)
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
-    for each in (scheduler, *getattr(scheduler, "_schedulers", ())):
-        if each.optimizer is before:
-            each.optimizer = optimizer
+    moved = [each for each in (scheduler, *getattr(scheduler, "_schedulers", ())) if each.optimizer is before]
+    for each in moved:
+        each.optimizer = optimizer
+
+    def undo() -> None:
+        for each in moved:
+            each.optimizer = before
+
+    return undo

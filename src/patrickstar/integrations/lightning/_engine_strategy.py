@@ -1,13 +1,14 @@
 """Part that the strategies of Lightning's Trainer and of Fabric have in common: the engine of a module."""
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from patrickstar._engine.engine import Engine
 from patrickstar._engine.initialize import initialize
@@ -15,7 +16,7 @@ from patrickstar.config import Config
 from patrickstar.errors import TrainingError
 from patrickstar.integrations._barrier import barrier
 from patrickstar.integrations._merged_config import check_precision, merge_config
-from patrickstar.integrations._optimizers import convert
+from patrickstar.integrations._optimizers import convert, end_states, move_scheduler
 from patrickstar.integrations.lightning._processes import Processes
 from patrickstar.optim import Optimizer
 
@@ -74,6 +75,8 @@ class EngineStrategy(Processes):
         self._engine: Engine | None = None
         self._accumulates = False
         self._frozen_for_evaluation: list[nn.Parameter] = []
+        self._given: torch.optim.Optimizer | None = None
+        self._undo: list[Callable[[], None]] = []
         super().__init__(**options)
 
     @property
@@ -107,7 +110,13 @@ class EngineStrategy(Processes):
         chosen = "optimizer" in self._user_config.model_fields_set
         options = self._user_config.optimizer if chosen else convert(optimizer, module)
         self._engine = self.make_engine(module, self._merged(options))
+        self._given = optimizer
         return self._engine
+
+    def move(self, scheduler: LRScheduler) -> None:
+        """Let a scheduler of the given optimizer change the learning rates of the engine's until the engine closes."""
+        if self._given is not None and scheduler.optimizer is self._given:
+            self._undo.append(move_scheduler(scheduler, self._given, self.engine.optimizer))
 
     def manage_evaluation(self, module: nn.Module) -> Engine:
         """Create an engine without masters and states."""
@@ -142,8 +151,14 @@ class EngineStrategy(Processes):
     def close(self) -> None:
         """Close the engine, if there is one, and let the module's parameters require gradients as before."""
         if self._engine is not None:
+            if self._given is not None and self._engine.stats.total.steps:
+                end_states(self._given)
             self._engine.close()
             self._engine = None
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
+        self._given = None
         for param in self._frozen_for_evaluation:
             param.requires_grad_(True)
         self._frozen_for_evaluation.clear()

@@ -17,7 +17,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from patrickstar.config import Config
 from patrickstar.errors import CheckpointError, ConfigError, TrainingError
-from patrickstar.integrations._optimizers import move_scheduler
 from patrickstar.integrations.lightning._checkpoint_folder import ENGINE_FOLDER, check_folder, load_rest, save_folder
 from patrickstar.integrations.lightning._engine_strategy import EngineForward, EngineStrategy
 from patrickstar.integrations.lightning._precision import EngineFabricPrecision
@@ -108,8 +107,8 @@ class PatrickStarFabricStrategy(EngineStrategy, ParallelStrategy):
             )
         self._replace_engine(module)
         engine = self.manage_training(module, given)
-        if isinstance(scheduler, LRScheduler) and scheduler.optimizer is given:
-            move_scheduler(scheduler, given, engine.optimizer)
+        if isinstance(scheduler, LRScheduler):
+            self.move(scheduler)
         return EngineForward(engine), [engine.optimizer], scheduler
 
     def setup_module(self, module: nn.Module) -> nn.Module:

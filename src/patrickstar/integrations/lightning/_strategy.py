@@ -16,7 +16,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from patrickstar._engine.engine import Engine
 from patrickstar.config import Config
 from patrickstar.errors import CheckpointError, ConfigError
-from patrickstar.integrations._optimizers import move_scheduler
 from patrickstar.integrations.lightning._checkpoint_folder import (
     ENGINE_FOLDER,
     check_folder,
@@ -89,11 +88,9 @@ class PatrickStarStrategy(EngineStrategy, ParallelStrategy):
                 f"configure_optimizers returned {len(self.optimizers)} optimizers, and an engine has one: use param "
                 f"groups of one optimizer"
             )
-        given = self.optimizers[0]
-        engine = self.manage_training(module, given)
+        engine = self.manage_training(module, self.optimizers[0])
         for scheduler in {id(each.scheduler): each.scheduler for each in self.lr_scheduler_configs}.values():
-            if scheduler.optimizer is given:
-                move_scheduler(scheduler, given, engine.optimizer)
+            self.move(scheduler)
         self.optimizers = [engine.optimizer]
 
     @property
