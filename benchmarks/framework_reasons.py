@@ -4,7 +4,7 @@ import re
 
 REASONS = {
     r"configure_optimizers returned \d+ optimizers": "refused by design: several optimizers",
-    r"_MockOptimizer\(\) can't update": "configure_optimizers returns None: refused, by a message about another cause",
+    r"configure_optimizers returned no optimizer": "refused by design: fit() without an optimizer",
     r"can't update .*closure": "refused by design: an optimizer that needs a closure",
     r"can't update the elements": "refused by design: an optimizer that is not element-wise",
     r"MagicMock name='(backward|zero_grad)'": "counts calls of a torch function that the engine doesn't call",
@@ -13,9 +13,7 @@ REASONS = {
     r"DID NOT RAISE MisconfigurationException.*|closure hasn't been executed": (
         "expects the error of an optimizer that drops its closure; the engine calls the closure itself"
     ),
-    r"attached with an optimizer that wasn't returned": (
-        "defect: a scheduler from outside configure_optimizers keeps the engine's optimizer in the next fit"
-    ),
+    r"has trained before, and its states ended": "refused by design: the states of an optimizer end with its engine",
     r"evaluation loads weights alone": "refused: test() after fit() loads the best checkpoint, which is of training",
     r"KeyError: 'SLURM_NODEID'": "sets a part of Slurm's variables, of which strategies for several processes read all",
     r"there is no engine yet": "saves a checkpoint without fit(); there is no engine yet",
@@ -29,9 +27,6 @@ REASONS = {
     r"1 models and 0 optimizers|without its optimizer": "refused by design: a model without its optimizer",
     r"0 models and 1 optimizers": "refused by design: an optimizer without its model",
     r"'random' == 'Linear'": "a user's hook for saving gets the model wrapped, as with DDP",
-    r"'name': 'train', 'args': \(False|MixedTrainModeModule|Expected more than 1 value per channel when training": (
-        "defect: validation and test run in training mode"
-    ),
     r"KeyError: 'lr_lambdas'|!= \{'name': 'on_load_checkpoint'": (
         "callbacks are restored after on_fit_start, as with strategies that shard"
     ),
@@ -39,7 +34,6 @@ REASONS = {
         "model_init_kwargs has another precision than the arguments; the engine follows these"
     ),
     r"KeyError: '(model|transformer)\.": "names of the reference's parameters have a prefix, since it is wrapped",
-    r"only one element tensors can be converted": "defect: an adapter of prompt tuning can't be saved",
     r"activations alone exceed the device budget": "does not fit into the budget",
 }
 """What errors match, with the reason; the first match counts."""

@@ -230,6 +230,10 @@ def test_states_of_an_optimizer_end_with_the_engine(tmp_path):
 def test_mistakes(tmp_path):
     with pytest.raises(ConfigError, match="returned 2 optimizers, and an engine has one"):
         trainer(PatrickStarStrategy(), tmp_path).fit(TwoOptimizers(manual=True), loader())
+    untrained = Net()
+    untrained.configure_optimizers = lambda: None
+    with pytest.raises(ConfigError, match="returned no optimizer: return the one that trains"):
+        trainer(PatrickStarStrategy(), tmp_path).fit(untrained, loader())
     with pytest.raises(ConfigError, match=r"OwnBackward.backward is not called"):
         trainer(PatrickStarStrategy(), tmp_path).fit(OwnBackward(), loader())
     with pytest.raises(ConfigError, match=r"precision='64-true' is not supported: use '32-true'"):

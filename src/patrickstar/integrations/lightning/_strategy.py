@@ -88,6 +88,11 @@ class PatrickStarStrategy(EngineStrategy, ParallelStrategy):
                 f"configure_optimizers returned {len(self.optimizers)} optimizers, and an engine has one: use param "
                 f"groups of one optimizer"
             )
+        if not self.optimizers[0].param_groups:  # Lightning's stand-in for the optimizer of a hook that returns None
+            raise ConfigError(
+                "configure_optimizers returned no optimizer: return the one that trains, or call trainer.validate, test "
+                "or predict for a module that is not trained"
+            )
         engine = self.manage_training(module, self.optimizers[0])
         for scheduler in {id(each.scheduler): each.scheduler for each in self.lr_scheduler_configs}.values():
             self.move(scheduler)
