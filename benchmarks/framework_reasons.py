@@ -14,11 +14,13 @@ REASONS = {
         "expects the error of an optimizer that drops its closure; the engine calls the closure itself"
     ),
     r"has trained before, and its states ended": "refused by design: the states of an optimizer end with its engine",
-    r"evaluation loads weights alone": "refused: test() after fit() loads the best checkpoint, which is of training",
+    r"At index \d+ diff: \{'name': '(Callback.on_after_)?backward'": (
+        "expects a call of the module's method backward, in place of which the engine runs"
+    ),
     r"KeyError: 'SLURM_NODEID'": "sets a part of Slurm's variables, of which strategies for several processes read all",
     r"there is no engine yet": "saves a checkpoint without fit(); there is no engine yet",
     r"IsADirectoryError|UnpicklingError: invalid load key, '<'": (
-        "reads a checkpoint of training as a file; the strategy's is a folder"
+        "reads a checkpoint of training as a file (load_from_checkpoint); the strategy's is a folder"
     ),
     r"Actual: not called": "replaces Lightning's checkpoint plugin, which doesn't write the engine's checkpoints",
     r"Expected exception of type <class 'ValueError'>.*without its optimizer": (

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import patrickstar as ps
 from patrickstar.errors import BudgetError, CheckpointError, ConfigError, TrainingError
-from patrickstar.integrations.lightning import PatrickStarStrategy
+from patrickstar.integrations.lightning import PatrickStarStrategy, StoredWeights
 from patrickstar.testing import NoMeter, assert_same_bits
 
 WIDTH = 16
@@ -166,6 +166,36 @@ def test_a_run_resumes_with_the_same_bits(tmp_path):
     assert len(list((tmp_path / "saved").iterdir())) == 5  # none between the first micro-batches
     assert_same_bits(values(whole), values(resumed), "parameters")
     assert part.losses + resumed.losses == whole.losses
+
+
+def test_the_best_checkpoint_is_evaluated(tmp_path):
+    """Compare with Lightning's own strategy. A frozen parameter is part of a checkpoint, too."""
+    found = []
+    for strategy in ("auto", Stressed({"chunk_size": 2048})):
+        module, folder = Net(), tmp_path / str(len(found))
+        module.layers[0][0].weight.requires_grad_(False)
+        best = ModelCheckpoint(folder, monitor="validation", save_top_k=-1, every_n_train_steps=5)
+        options = {"enable_checkpointing": True, "callbacks": [best], "val_check_interval": 5}
+        run = trainer(strategy, tmp_path, **options)
+        run.fit(module, loader(), loader(1, 8))
+        assert {float(score) for score in best.best_k_models.values()} != {best.best_model_score.item()}
+        other = Net()
+        nn.init.zeros_(other.layers[0][0].weight)
+        results = [run.test(dataloaders=loader(1, 8), verbose=False)]
+        again = trainer("auto" if strategy == "auto" else Stressed(), tmp_path)
+        results.append(again.validate(other, loader(1, 8), ckpt_path=best.best_model_path, verbose=False))
+        found.append((results, best.best_model_score.item()))
+    plain = Net()
+    plain.load_state_dict(StoredWeights(best.best_model_path))
+    assert trainer("auto", tmp_path).test(plain, loader(1, 8), verbose=False) == found[0][0][0]
+    assert found[0] == found[1]
+    assert found[0][0][0][0]["validation"] == found[0][1]
+    larger = Net()
+    larger.scale = nn.Parameter(torch.ones(()))
+    with pytest.raises(
+        CheckpointError, match=r"another model: it lacks 1 entries of the state dict, the first is 'scale'"
+    ):
+        again.validate(larger, loader(1, 8), ckpt_path=best.best_model_path, verbose=False)
 
 
 def test_weights_alone_are_a_file_of_lightning(tmp_path):

@@ -1,12 +1,13 @@
 """Folders with a checkpoint of an engine and the rest of Lightning's state."""
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from patrickstar._checkpoint.storage_reader import CheckpointReader
 from patrickstar._engine.engine import Engine
 from patrickstar.errors import CheckpointError
 from patrickstar.integrations._barrier import barrier
@@ -49,6 +50,61 @@ def check_folder(path: Path) -> None:
     """Raise CheckpointError if a folder is not one that `save_folder` has written."""
     if not (path / ENGINE_FOLDER).is_dir() or not (path / STATE_FILE).is_file():
         raise CheckpointError(f"{path} is no checkpoint of this strategy: it lacks {ENGINE_FOLDER} or {STATE_FILE}")
+
+
+class StoredWeights(Mapping[str, torch.Tensor]):
+    """Parameters and buffers of a checkpoint by name, as `module.load_state_dict` takes them.
+
+    A tensor is read on access. A tied parameter has one name here: pass `strict=False`.
+
+    Args:
+        path: Folder that `ModelCheckpoint` or `trainer.save_checkpoint` has written.
+
+    Raises:
+        CheckpointError: The folder is not a checkpoint, or is damaged.
+    """
+
+    prefix = "model."
+
+    def __init__(self, path: str | Path) -> None:
+        check_folder(Path(path))
+        self._reader = CheckpointReader(Path(path) / ENGINE_FOLDER)
+        stored = self._reader.manifest.tensors.items()
+        self._names = [
+            name.removeprefix(self.prefix) for name, each in stored if name.startswith(self.prefix) and not each.plain
+        ]
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._reader.tensor(self.prefix + name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def load_weights(path: Path, engine: Engine) -> None:
+    """Load the parameters and buffers of a checkpoint into an engine, which keeps its optimizer states.
+
+    Args:
+        path: Folder that `save_folder` has written.
+        engine: Engine.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged, or lacks a parameter.
+        ModelError: The checkpoint has a parameter that the model lacks, or one of another shape.
+    """
+    weights = StoredWeights(path)
+    params = {name for name, _ in engine.module.named_parameters(remove_duplicate=False)}
+    first = {name for name, _ in engine.module.named_parameters()}
+    needed = engine.module.state_dict(keep_vars=True).keys() - (params - first)
+    if missing := sorted(needed - weights.keys()):
+        raise CheckpointError(
+            f"{path} is of another model: it lacks {len(missing)} entries of the state dict, the first is "
+            f"{missing[0]!r}"
+        )
+    engine.load_state_dict(weights, strict=False)
 
 
 def load_rest(path: Path, weights_only: bool | None) -> dict[str, Any]:

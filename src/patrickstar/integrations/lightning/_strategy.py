@@ -20,6 +20,7 @@ from patrickstar.integrations.lightning._checkpoint_folder import (
     ENGINE_FOLDER,
     check_folder,
     load_rest,
+    load_weights,
     remove,
     save_folder,
 )
@@ -90,8 +91,8 @@ class PatrickStarStrategy(EngineStrategy, ParallelStrategy):
             )
         if not self.optimizers[0].param_groups:  # Lightning's stand-in for the optimizer of a hook that returns None
             raise ConfigError(
-                "configure_optimizers returned no optimizer: return the one that trains, or call trainer.validate, test "
-                "or predict for a module that is not trained"
+                "configure_optimizers returned no optimizer: return the one that trains, or call trainer.validate, "
+                "test or predict for a module that is not trained"
             )
         engine = self.manage_training(module, self.optimizers[0])
         for scheduler in {id(each.scheduler): each.scheduler for each in self.lr_scheduler_configs}.values():
@@ -168,7 +169,7 @@ class PatrickStarStrategy(EngineStrategy, ParallelStrategy):
             remove(Path(filepath))
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a checkpoint: parameters and optimizer states into the engine, and everything else.
+        """Load a checkpoint: parameters into the engine, to train also optimizer states, and everything else.
 
         Args:
             checkpoint_path: Folder that `save_checkpoint` has written, or a file of Lightning's.
@@ -189,10 +190,7 @@ class PatrickStarStrategy(EngineStrategy, ParallelStrategy):
         if self._module.trainer.state.fn == TrainerFn.FITTING:
             self.engine.load(path / ENGINE_FOLDER)
         else:
-            raise CheckpointError(
-                f"{path} holds the state of a training run, and an evaluation loads weights alone: save them with "
-                f"trainer.save_checkpoint(path, weights_only=True)"
-            )
+            load_weights(path, self.engine)
         return load_rest(path, weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
