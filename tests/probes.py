@@ -15,8 +15,8 @@ from patrickstar._distributed.collectives import Collectives
 from patrickstar._engine.engine import Engine
 from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.chunk_manager import ChunkManager
+from patrickstar._memory.job_queue import Job, WorkerTransfer
 from patrickstar._memory.tracer import Tracer
-from patrickstar._memory.worker_pool import Job, WorkerTransfer
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
 from patrickstar._params.precision import LossScaler

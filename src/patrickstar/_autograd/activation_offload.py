@@ -16,6 +16,8 @@ from patrickstar._memory.chunk_manager import ChunkManager
 
 MIN_OFFLOAD_BYTES = 4096
 """Smaller tensors are not offloaded: a transfer costs more than the memory that it saves."""
+OFFLOADED = "an offloaded activation"
+"""Name of what is allocated and copied, for errors and records."""
 
 
 @dataclass(eq=False)
@@ -30,19 +32,19 @@ class _HostActivation:
 
     def __init__(self, tensor: torch.Tensor, source: StorageWeakRef, manager: ChunkManager) -> None:
         nbytes = tensor.numel() * tensor.element_size()
-        self.block = manager.allocate_host(nbytes, "an offloaded activation")
+        self.block = manager.allocate_host(nbytes, OFFLOADED)
         weakref.finalize(self, manager.host_tier.release_block, self.block).atexit = False
         self.source = source
         self.meta = torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format)
         self.device, self.manager, self.nbytes = tensor.device, manager, nbytes
-        with manager.io_dispatch.stalled():
+        with manager.io_dispatch.stalled(OFFLOADED):
             self._host_view(manager).copy_(tensor, non_blocking=True)
             self._issued(to_device=False)
 
     def _issued(self, to_device: bool) -> None:
         """Count a copy, and keep the block until it has ended."""
         self.manager.count_transfer(self.nbytes, to_device=to_device)
-        copy = self.manager.io_dispatch.copies.issued("an offloaded activation")
+        copy = self.manager.io_dispatch.copies.issued(OFFLOADED)
         if copy is not None:
             self.manager.host_tier.copy_issued(self.block, copy)
 
@@ -52,7 +54,7 @@ class _HostActivation:
         return flat.as_strided(self.meta.shape, self.meta.stride(), flat.storage_offset())
 
     def to_device(self) -> torch.Tensor:
-        with self.manager.io_dispatch.stalled():
+        with self.manager.io_dispatch.stalled(OFFLOADED):
             tensor = torch.empty_like(self.meta, device=self.device)
             tensor.copy_(self._host_view(self.manager), non_blocking=True)
             self._issued(to_device=True)

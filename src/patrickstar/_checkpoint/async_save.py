@@ -22,8 +22,8 @@ from patrickstar._checkpoint.storage_writer import CheckpointWriter
 from patrickstar._layout.schema import PARAM16
 from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.defer_sigint import defer_sigint
+from patrickstar._memory.job_queue import WorkerThread
 from patrickstar._memory.profiler_range import profiler_range
-from patrickstar._memory.worker_pool import WorkerThread
 from patrickstar._params.model_data import ModelData
 from patrickstar.errors import CheckpointError, PatrickStarError
 

@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Callable
 
 from patrickstar._dry_run.lanes import Interval, Lane, Wait, clip
+from patrickstar._memory.accelerator import DeviceClock
 from patrickstar._memory.transfer import Transfer
 
 
@@ -54,6 +55,10 @@ class SimulatedTransfer(Transfer):
     def done(self) -> bool:
         self.channel.catch_up()
         return self.ends_at is not None and self.ends_at <= self.channel.clock.now
+
+    def interval(self, clock: DeviceClock | None) -> tuple[float, float] | None:
+        """Return its begin and end on the channel, once both have passed."""
+        return (self.ends_at - self.seconds, self.ends_at) if self.done and self.ends_at is not None else None
 
     @property
     def may_begin(self) -> bool:

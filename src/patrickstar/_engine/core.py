@@ -57,7 +57,7 @@ from patrickstar._step.gradients import Gradients
 from patrickstar._step.optimizer_in_backward import OptimizerInBackward, hyper_parameters
 from patrickstar._step.optimizer_placement import OptimizerPlacement
 from patrickstar._step.optimizer_step import OptimizerStep
-from patrickstar._step.stats import Stats
+from patrickstar._step.stats import Stats, StepListener
 from patrickstar._step.tier_planning import budgets, plan_tiers
 from patrickstar.config import Config
 from patrickstar.errors import BudgetError, DiskError, ModelError, MoveError, TrainingError
@@ -188,6 +188,7 @@ class EngineCore:
         """True while the parameters are exchanged for their moving averages."""
         self._structure: ModelStructure | None = None
         self.stats = Stats(_retries=hardware.allocator_stats().retries)
+        self.recording: StepListener | None = None
         self.background_save = BackgroundSave(self.data, world)
 
     def begin_iteration(self, key: Hashable, inputs: tuple[Any, Any]) -> None:
@@ -212,6 +213,7 @@ class EngineCore:
         """Run one optimizer step with the param group of each parameter."""
         self.check_open()
         self.check_not_averaged("a step")
+        self.manager.begin_phase("step")
         self.background_save.poll()
         self.interceptor.abandon()
         self.data.residency.end()
@@ -243,6 +245,8 @@ class EngineCore:
         peak = max(self.tracer.non_model_peak, self.tracer.trace.peak_non_model_bytes)
         self.stats.close_step(manager, overflow, self.scaler.scale, peak, staleness)
         self.tracer.non_model_peak = 0
+        if self.recording is not None:
+            self.recording.end_step()
 
     @handle_sigint
     def drop_gradients(self) -> None:

@@ -1,6 +1,6 @@
 """User-facing engine: forward, backward, optimizer, state and checkpoints of a managed model."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -13,22 +13,19 @@ from patrickstar._distributed.single_process import SINGLE_PROCESS
 from patrickstar._engine.chunk_optimizer import ChunkOptimizer
 from patrickstar._engine.core import EngineCore
 from patrickstar._engine.engine_state import EngineState
-from patrickstar._engine.inspection import Inspection, inspect
+from patrickstar._engine.engine_view import EngineView
 from patrickstar._engine.param_init import WeightSource
-from patrickstar._layout.byte_size import format_size
-from patrickstar._layout.chunk_mapping import Layout
 from patrickstar._memory.defer_sigint import handle_sigint
 from patrickstar._params.precision import cast_inputs
 from patrickstar._schedule.coordination import Request
-from patrickstar._step.stats import Stats
 from patrickstar.config import Config
-from patrickstar.errors import ConfigError, ModelError, TrainingError
+from patrickstar.errors import ModelError, TrainingError
 
 if TYPE_CHECKING:
-    from patrickstar._dry_run.report import DryRunReport  # imported on first use
+    pass  # imported on first use
 
 
-class Engine(EngineState):
+class Engine(EngineView, EngineState):
     """Model whose parameters, gradients and optimizer states are stored in chunks under memory budgets.
 
     Call the engine like the model, then `backward(loss)` and `optimizer.step()`. Create it with `initialize`, which
@@ -48,71 +45,6 @@ class Engine(EngineState):
     ) -> None:
         self._core = EngineCore(model, config, weights, world=world, mesh=mesh, **overrides)
         self.optimizer = ChunkOptimizer(self._core)
-
-    @property
-    def config(self) -> Config:
-        """Configuration that the engine was created with."""
-        return self._core.config
-
-    @property
-    def module(self) -> nn.Module:
-        """The user's model, whose parameters are managed."""
-        return self._core.module
-
-    @property
-    def device(self) -> torch.device:
-        """Compute device."""
-        return self._core.device
-
-    @property
-    def world(self) -> Processes:
-        """Processes that share the model, with `rank` and `size`."""
-        return self._core.world
-
-    @property
-    def data_size(self) -> int:
-        """Number of distinct batches in a step: that of the processes, unless operators shard a batch over several."""
-        return self._core.distribution.mesh.size
-
-    @property
-    def data_rank(self) -> int:
-        """Number of the batch that this process computes, below `data_size`."""
-        return self._core.distribution.mesh.batch_of[self.world.rank]
-
-    @property
-    def layout(self) -> Layout:
-        """Chunk index and offset of each parameter."""
-        return self._core.layout
-
-    @property
-    def stats(self) -> Stats:
-        """Bytes, peaks and seconds of the last step and of all steps."""
-        return self._core.stats
-
-    @property
-    def device_budget_bytes(self) -> int:
-        """Budget of the device tier in bytes."""
-        return self._core.device_budget_bytes
-
-    @property
-    def host_budget_bytes(self) -> int:
-        """Budget of the host tier in bytes."""
-        return self._core.host_budget_bytes
-
-    def __repr__(self) -> str:
-        core, config = self._core, self.config
-        numel = sum(managed.numel for managed in core.data.managed_params)
-        budgets = [
-            f"device {format_size(core.device_budget_bytes)}",
-            f"host {format_size(core.host_budget_bytes)}",
-            *([] if config.disk is None else [f"disk {config.disk.directory}"]),
-        ]
-        ranks = f", rank {self.world.rank} of {self.world.size}" if self.world.size > 1 else ""
-        closed = "" if core.release.alive else ", closed"
-        return (
-            f"Engine({type(self.module).__name__}, {numel:,} parameters, {config.precision} on {core.device}, "
-            f"{', '.join(budgets)}{ranks}, step {core.stats.total.steps}{closed})"
-        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TrainingError(
@@ -136,26 +68,6 @@ class Engine(EngineState):
     ) -> None:
         """Close the engine; after an exception without keeping the values of the parameters."""
         self.close(keep=error is None)
-
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Return an iterator over the model's parameters. `recurse`: include those of submodules."""
-        return self.module.parameters(recurse)
-
-    def named_parameters(self, prefix: str = "", recurse: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
-        """Return an iterator over the model's parameters with their names.
-
-        Args:
-            prefix: Beginning of all names.
-            recurse: Include the parameters of submodules.
-        """
-        return self.module.named_parameters(prefix, recurse)
-
-    def inspect(self) -> Inspection:
-        """Return a snapshot of where everything is: tiers, chunks, parameters, the last trace and the loss scale.
-
-        It starts no transfers and does not wait: call it at any time, also on a closed engine. `stats` has statistics.
-        """
-        return inspect(self._core)
 
     # The training loop
 
@@ -185,6 +97,7 @@ class Engine(EngineState):
                 return self.module(*args, **kwargs)
         with core.cleanup_on_error(), core.tracer.in_iteration(), ExitStack() as stack:
             core.begin_iteration(key, (args, kwargs))
+            core.manager.begin_phase("forward")
             if core.activation_offload is not None:
                 stack.enter_context(core.activation_offload.saving())
             out = self.module(*args, **kwargs)
@@ -295,6 +208,7 @@ class Engine(EngineState):
         groups = self.optimizer.group_by_managed_param() if in_backward else None
         self._core.interceptor.gradient_hooks.move_last()
         self._core.interceptor.gradient_hooks.backward_depth += 1
+        self._core.manager.begin_phase("backward")
         self._core.data.begin_backward(accumulate)
         if groups is not None:
             self._core.optimizer_in_backward.begin(groups)
@@ -365,26 +279,6 @@ class Engine(EngineState):
             gathered = self.world.all_gather(torch.tensor([value], dtype=torch.float64, device="cpu"))
             total: float = sum(gathered[:, 0].tolist())
             return total / self.world.size
-
-    def plan(self, *args: Any, loss: Callable[[Any], torch.Tensor] | None = None, **kwargs: Any) -> "DryRunReport":
-        """Predict the cost of a training step by a dry run. Nothing is computed; measuring the machine takes seconds.
-
-        Args:
-            *args, **kwargs: Inputs of the model, of the shapes and dtypes to plan for.
-            loss: Returns the loss from the model's output. Default: its attribute `loss`, or the output itself.
-
-        Returns:
-            Report with seconds per step, bytes per tier and transferred bytes.
-
-        Raises:
-            BudgetError: Such a step would not fit.
-            ConfigError: Several processes share the model.
-        """
-        from patrickstar._dry_run.simulation import dry_run_engine, forward_backward_step
-
-        if self.world.size > 1:
-            raise ConfigError("engine.plan simulates a single process; for several use patrickstar plan --gpus")
-        return dry_run_engine(self, forward_backward_step(loss, args, kwargs))
 
     def close(self, *, keep: bool = True) -> None:
         """Free all chunks and turn the parameters into ordinary tensors on the host, in full precision.

@@ -1,7 +1,8 @@
 """Choice of a backend for each update. All give the same bits: see [Note: bitwise-identical backends]."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from itertools import groupby
 from typing import Protocol
@@ -42,6 +43,8 @@ class Kernels:
         self.cpp = cpp
         self.triton = triton
         self.eager = EagerBackend()
+        self.observer: Callable[[Sequence[Span]], AbstractContextManager[None]] | None = None
+        """Returns a context for each update, also in worker threads, while steps are recorded."""
 
     @classmethod
     def best(cls, device: torch.device) -> "Kernels":
@@ -106,8 +109,10 @@ class Kernels:
 
     def update(self, spans: Sequence[Span], scales: Sequence[float]) -> None:
         """Update every span and wait for completion."""
-        for running in self.start(spans, scales):
-            running.finish()
+        observer = self.observer  # another thread may replace it
+        with nullcontext() if observer is None else observer(spans):
+            for running in self.start(spans, scales):
+                running.finish()
 
     def grad_stats(self, gradients: Sequence[Gradient], scales: Sequence[float]) -> GradStats:
         groups = groupby(gradients, self.for_grad_stats)

@@ -166,6 +166,8 @@ class Span:
     states: tuple[torch.Tensor, ...]
     rule: Rule
     out: tuple[torch.Tensor, ...] | None = None
+    name: str = ""
+    """Name of the parameter, for records."""
 
     @property
     def numel(self) -> int:
@@ -174,4 +176,4 @@ class Span:
     def page(self, page: slice) -> "Span":
         states = tuple(state[page] for state in self.states)
         out = None if self.out is None else tuple(values[page] for values in self.out)
-        return Span(self.param[page], self.grad.page(page), self.master[page], states, self.rule, out)
+        return Span(self.param[page], self.grad.page(page), self.master[page], states, self.rule, out, self.name)

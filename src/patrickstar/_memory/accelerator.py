@@ -133,12 +133,16 @@ class Accelerator:
         finally:
             torch.accelerator.set_stream(previous)
 
-    def record(self, stream: torch.Stream | None = None) -> torch.Event:
+    def record(self, stream: torch.Stream | None = None, *, timed: bool = False) -> torch.Event:
         """Record an event behind the work so far of a stream, by default of the current one.
 
         A thread that waits for the event sleeps; it would take a core from updates on the host otherwise.
+
+        Args:
+            stream: The stream.
+            timed: Let the event have a time; see `DeviceClock`.
         """
-        event = torch.Event(device=self.device, blocking=True)
+        event = torch.Event(device=self.device, blocking=True, enable_timing=timed)
         event.record(self.current_stream() if stream is None else stream)
         return event
 
@@ -221,3 +225,28 @@ class Accelerator:
     def library_bytes(self, dtype: torch.dtype) -> int:
         """Return the device bytes that its libraries keep after the first matrix product in `dtype`."""
         return 0
+
+
+class DeviceClock:
+    """Times of events of an accelerator in seconds of the host's clock.
+
+    It waits for the device once, when it is created.
+
+    Args:
+        accelerator: The accelerator.
+        seconds: The host's clock.
+    """
+
+    def __init__(self, accelerator: Accelerator, seconds: Callable[[], float]) -> None:
+        self._accelerator = accelerator
+        self._start = self.event()
+        self._start.synchronize()
+        self._start_s = seconds()
+
+    def event(self) -> torch.Event:
+        """Record a timed event behind the work so far of the current stream."""
+        return self._accelerator.record(timed=True)
+
+    def seconds(self, event: torch.Event) -> float:
+        """Return the time at which an event passed, which was recorded with `timed`."""
+        return self._start_s + float(self._start.elapsed_time(event)) / 1e3

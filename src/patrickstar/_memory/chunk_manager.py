@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from patrickstar._layout.schema import HOST_ONLY, PARAM16
+from patrickstar._memory.accelerator import DeviceClock
 from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.defer_sigint import defer_sigint
 from patrickstar._memory.device_prefetch import DevicePrefetch
@@ -14,6 +15,7 @@ from patrickstar._memory.hardware import Hardware
 from patrickstar._memory.host_arena import ALIGN_BYTES, ArenaBlock
 from patrickstar._memory.host_tier import HostTier
 from patrickstar._memory.io_dispatch import IODispatch, PeerTransfers
+from patrickstar._memory.timeline import StepTimeline, Timeline
 from patrickstar._memory.vm_pool import round_up
 from patrickstar._schedule.placement import Tier
 
@@ -164,6 +166,41 @@ class ChunkManager(DevicePrefetch):
         self.cancel_transfers()
         self.io_dispatch.close()
         self.device_tier.close()
+
+    # Records
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """Recorder of the step, if it is recorded."""
+        return self.io_dispatch.timeline
+
+    def begin_timeline(self) -> None:
+        """Record the step that begins."""
+        accelerator, seconds = self.hardware.accelerator, self.hardware.seconds
+        self.io_dispatch.copies.timed = accelerator is not None
+        clock = None if accelerator is None else DeviceClock(accelerator, seconds)
+        self._record(Timeline(seconds, clock, self.chunks.values()))
+
+    def end_timeline(self, step: int) -> StepTimeline | None:
+        """End the record of a step, and return it; None if it was not recorded. Waits for an accelerator."""
+        timeline = self.timeline
+        if timeline is None:
+            return None
+        if self.hardware.accelerator is not None:
+            self.hardware.accelerator.synchronize()
+        self.begin_phase("")
+        self._record(None)
+        return timeline.finish(step)
+
+    def _record(self, timeline: Timeline | None) -> None:
+        self.io_dispatch.timeline = self.device_tier.timeline = self.host_tier.timeline = timeline
+
+    def begin_phase(self, name: str) -> None:
+        """Note in the record, if there is one, that a part of the step begins: forward, backward or step."""
+        if self.timeline is not None:
+            self.timeline.phase(name)
+            self.timeline.host_bytes(self.host_tier.other_bytes + self.host_tier.spare_bytes)
+            self.timeline.disk_bytes(0 if self.disk_tier is None else self.disk_tier.file.used_bytes)
 
     # Access
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from patrickstar._memory.accelerator import Accelerator
+from patrickstar._memory.accelerator import Accelerator, DeviceClock
 from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.disk_tier import pages
 from patrickstar._memory.transfer import Transfer
@@ -18,14 +18,24 @@ class StreamTransfer(Transfer):
     `order` makes the current stream wait for it; `wait` blocks the calling thread.
     """
 
-    def __init__(self, accelerator: Accelerator, event: torch.Event, label: str) -> None:
+    def __init__(
+        self, accelerator: Accelerator, event: torch.Event, label: str, began: torch.Event | None = None
+    ) -> None:
         self.label = label
         self.accelerator = accelerator
         self.event = event
+        self.began = began
+        """Event before the copy, if it is timed."""
 
     @property
     def done(self) -> bool:
         return bool(self.event.query())
+
+    def interval(self, clock: DeviceClock | None) -> tuple[float, float] | None:
+        """Return begin and end of a timed copy that has ended."""
+        if clock is None or self.began is None or not self.done:
+            return None
+        return clock.seconds(self.began), clock.seconds(self.event)
 
     def wait(self) -> None:
         self.accelerator.wait(self.event)
@@ -55,6 +65,8 @@ class CopyStreams:
         self.urgent_stream = None if accelerator is None else accelerator.new_stream()
         self.down_stream = None if accelerator is None else accelerator.new_stream()
         self.thread = WorkerPool(1, "copy")
+        self.timed = False
+        """True to record begin and end of each copy of the accelerator."""
 
     def up(self, chunk: Chunk, urgent: bool = False, after: Transfer | None = None) -> Transfer:
         """Start to copy a chunk to the device; beside an accelerator `after` a copy from there has ended."""
@@ -83,8 +95,9 @@ class CopyStreams:
     def _start(self, target: torch.Tensor, source: torch.Tensor, stream: torch.Stream | None, label: str) -> Transfer:
         if self.accelerator is not None and stream is not None:
             with self.accelerator.use(stream):
+                began = self.accelerator.record(timed=True) if self.timed else None
                 target.copy_(source, non_blocking=True)
-                return StreamTransfer(self.accelerator, self.accelerator.record(), label)
+                return StreamTransfer(self.accelerator, self.accelerator.record(timed=self.timed), label, began)
         target_address, source_address = target.data_ptr(), source.data_ptr()
 
         def job(start: int, nbytes: int) -> Callable[[torch.Tensor], None]:

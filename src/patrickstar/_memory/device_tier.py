@@ -4,6 +4,8 @@ from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.defer_sigint import defer_sigint
 from patrickstar._memory.hardware import Hardware
 from patrickstar._memory.memory_meter import Meter
+from patrickstar._memory.timeline import Timeline
+from patrickstar._schedule.placement import Tier
 
 
 class DeviceTier:
@@ -26,6 +28,8 @@ class DeviceTier:
         self._meter: Meter | None = None
         self.moved: set[Chunk] = set()
         """Chunks whose memory was allocated or freed since `ChunkManager.drain_moved`."""
+        self.timeline: Timeline | None = None
+        """Recorder of the step, if it is recorded."""
 
     @property
     def chunkable_bytes(self) -> int:
@@ -71,6 +75,8 @@ class DeviceTier:
         self.used += chunk.nbytes
         self.allocations += 1
         self.peak = max(self.peak, self.used)
+        if self.timeline is not None:
+            self.timeline.allocated(chunk, Tier.DEVICE)
 
     def free(self, chunk: Chunk) -> None:
         chunk.wait_for_save()
@@ -79,6 +85,8 @@ class DeviceTier:
         self.used -= chunk.nbytes
         self.allocations += 1
         self._limit_tensors()
+        if self.timeline is not None:
+            self.timeline.freed(chunk, Tier.DEVICE)
 
     def trim(self, limit_bytes: int) -> None:
         """Return unused pages to the system, down to `limit_bytes` for chunks and unused pages together."""

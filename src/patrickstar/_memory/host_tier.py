@@ -7,8 +7,10 @@ import torch
 from patrickstar._layout.byte_size import format_size
 from patrickstar._memory.chunk import Chunk, fill_poison
 from patrickstar._memory.host_arena import ALIGN_BYTES, ArenaBlock, HostArena
+from patrickstar._memory.timeline import Timeline
 from patrickstar._memory.transfer import Transfer
 from patrickstar._memory.vm_pool import round_up
+from patrickstar._schedule.placement import Tier
 from patrickstar.errors import BudgetError
 
 # [Note: spare blocks]
@@ -51,6 +53,8 @@ class HostTier:
         """Last copy that reads or writes a block that is no chunk."""
         self._released: list[tuple[ArenaBlock, Transfer]] = []
         """Released blocks whose copy had not ended."""
+        self.timeline: Timeline | None = None
+        """Recorder of the step, if it is recorded."""
 
     @property
     def free_bytes(self) -> int:
@@ -61,14 +65,25 @@ class HostTier:
         self.other_peak = max(self.other_peak, self.other_bytes)
         self.spare_peak = max(self.spare_peak, self.spare_bytes)
         self._needed_peak = max(self._needed_peak, self.used + self.other_bytes)
+        self._note_other()
 
-    def allocate(self, chunk: Chunk) -> torch.Tensor:
-        """Allocate a block for a chunk; the caller has made room in the budget. Its content is undefined."""
-        block = self._new_block(chunk.nbytes, repr(chunk))
+    def _note_other(self) -> None:
+        if self.timeline is not None:
+            self.timeline.host_bytes(self.other_bytes + self.spare_bytes)
+
+    def _own(self, block: ArenaBlock, chunk: Chunk) -> None:
+        """Make a block the host copy of a chunk."""
         self._owners[block] = chunk
         chunk.host_block, chunk.host = block, self.view(block, chunk.dtype)
         self.used += chunk.nbytes
+        if self.timeline is not None:
+            self.timeline.allocated(chunk, Tier.HOST)
+
+    def allocate(self, chunk: Chunk) -> torch.Tensor:
+        """Allocate a block for a chunk; the caller has made room in the budget. Its content is undefined."""
+        self._own(self._new_block(chunk.nbytes, repr(chunk)), chunk)
         self._note_peaks()
+        assert chunk.host is not None
         return chunk.host
 
     def free(self, chunk: Chunk, *, for_good: bool = False) -> None:
@@ -128,6 +143,7 @@ class HostTier:
         """Release a block. Its memory is used again once the last copy has ended."""
         self._free_block(block, self._block_copies.pop(block, None))
         self.other_bytes -= block.nbytes
+        self._note_other()
 
     # Spare blocks
 
@@ -178,6 +194,7 @@ class HostTier:
         """Release a spare block that no job uses any more."""
         self.spare_bytes -= block.nbytes
         self._free_block(block)
+        self._note_other()
 
     def replace_block(self, chunk: Chunk, block: ArenaBlock) -> None:
         """Make a spare block, which holds a chunk's new bytes, its host copy, and release the old one.
@@ -186,10 +203,8 @@ class HostTier:
         """
         if chunk.host is not None:
             self.free_in_order(chunk)
-        self._owners[block] = chunk
-        chunk.host_block, chunk.host = block, self.view(block, chunk.dtype)
         self.spare_bytes -= chunk.nbytes
-        self.used += chunk.nbytes
+        self._own(block, chunk)
         self._note_peaks()
         self.moved.add(chunk)
 
@@ -222,6 +237,8 @@ class HostTier:
         del self._owners[block]
         chunk.host, chunk.host_block, chunk.host_valid = None, None, False
         self.used -= chunk.nbytes
+        if self.timeline is not None:
+            self.timeline.freed(chunk, Tier.HOST)
         return block
 
     def _free_block(self, block: ArenaBlock, copy: Transfer | None = None) -> None:
@@ -251,6 +268,7 @@ class HostTier:
     def release_reservation(self, nbytes: int) -> None:
         self.other_bytes -= nbytes
         self.outside_bytes -= nbytes
+        self._note_other()
 
     @property
     def arena_bytes(self) -> int:

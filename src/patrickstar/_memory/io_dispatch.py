@@ -1,7 +1,7 @@
 """Dispatch of copies and page I/O that run beside the training thread; their stall time and errors."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 import torch
@@ -10,6 +10,7 @@ from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.disk_tier import DiskTier
 from patrickstar._memory.hardware import Hardware
 from patrickstar._memory.profiler_range import profiler_range
+from patrickstar._memory.timeline import Channel, Timeline
 from patrickstar._memory.transfer import Transfer
 from patrickstar._memory.transfer_counters import TransferCounters
 from patrickstar.errors import DiskError, MoveError, TrainingError
@@ -48,16 +49,18 @@ class IODispatch:
         self.salvaging = False
         """True while the engine closes and reads the data that is still readable."""
         self._page = page
+        self.timeline: Timeline | None = None
+        """Recorder of the step, if it is recorded."""
 
     def start_fetch(self, chunk: Chunk, urgent: bool) -> Transfer:
         """Start to fill a chunk's device memory from the host, the disk or the shards."""
         if chunk.sharded:
             assert self.comm is not None and chunk.shards_valid, f"{chunk} has no valid copy"
             self.check()
-            with self.stalled():
-                return self.comm.gather(chunk)
+            with self.stalled(chunk):
+                return self._requested(Channel.COLLECTIVES, chunk, chunk.nbytes, self.comm.gather(chunk), urgent)
         if chunk.host_valid:
-            return self.copies.up(chunk, urgent)
+            return self.up(chunk, urgent)
         assert chunk.disk_valid, f"{chunk} has no valid copy"
         for write in chunk.page_writes.values():
             self.wait(write)
@@ -66,15 +69,49 @@ class IODispatch:
     def request_reduction(self, chunk: Chunk) -> Transfer:
         assert self.comm is not None, f"{chunk} is not shared with other processes"
         self.check()
-        with self.stalled():
-            return self.comm.request_reduction(chunk)
+        with self.stalled(chunk):
+            return self._requested(Channel.COLLECTIVES, chunk, chunk.nbytes, self.comm.request_reduction(chunk))
+
+    def up(self, chunk: Chunk, urgent: bool = False, after: Transfer | None = None) -> Transfer:
+        """Start to copy a chunk to the device; see `CopyStreams.up`."""
+        return self._requested(Channel.TO_DEVICE, chunk, chunk.nbytes, self.copies.up(chunk, urgent, after), urgent)
+
+    def down(self, chunk: Chunk) -> Transfer:
+        """Start to copy a chunk to the host; see `CopyStreams.down`."""
+        return self._requested(Channel.TO_HOST, chunk, chunk.nbytes, self.copies.down(chunk))
+
+    def up_now(self, chunk: Chunk) -> None:
+        """Copy a chunk to the device in the calling thread."""
+        with self._busy(Channel.TO_DEVICE, chunk):
+            self.copies.up_now(chunk)
+
+    def down_now(self, chunk: Chunk) -> None:
+        """Copy a chunk to the host in the calling thread."""
+        with self._busy(Channel.TO_HOST, chunk):
+            self.copies.down_now(chunk)
+
+    def _busy(self, channel: Channel, chunk: Chunk) -> AbstractContextManager[None]:
+        return nullcontext() if self.timeline is None else self.timeline.busy(channel, repr(chunk), chunk.nbytes)
+
+    def ordered(self, chunk: Chunk) -> AbstractContextManager[None]:
+        """Return a context in which the device is ordered after a copy of a chunk, and may have to wait for it."""
+        return nullcontext() if self.timeline is None else self.timeline.device_wait(repr(chunk))
+
+    def _requested(
+        self, channel: Channel, chunk: Chunk, nbytes: int, transfer: Transfer, urgent: bool = False
+    ) -> Transfer:
+        if self.timeline is not None:
+            self.timeline.requested(channel, chunk, nbytes, transfer, urgent=urgent)
+        return transfer
 
     def read(self, chunk: Chunk, start: int, target: torch.Tensor, urgent: bool = False) -> Transfer:
         """Start to read whole pages of a chunk, from byte offset `start`, into a flat tensor of bytes."""
         assert self.disk is not None, f"cannot read {chunk} from disk: there is no disk tier"
         self.check()
-        self.counters.disk_read_bytes += self.disk.written_bytes(chunk, start, target.numel())
-        return self.disk.read(chunk, start, target, urgent)
+        nbytes = self.disk.written_bytes(chunk, start, target.numel())
+        self.counters.disk_read_bytes += nbytes
+        transfer = self.disk.read(chunk, start, target, urgent)
+        return self._requested(Channel.DISK_READ, chunk, nbytes, transfer, urgent)
 
     def write(self, chunk: Chunk, start: int, source: torch.Tensor, *, spare: bool = False) -> Transfer:
         """Start to write a flat tensor of bytes over whole pages of a chunk, or its `spare` ones, from byte `start`."""
@@ -82,7 +119,8 @@ class IODispatch:
         self.check()
         self.disk.reserve(chunk)
         self.counters.disk_write_bytes += source.numel()
-        return self.disk.write(chunk, start, source, spare=spare)
+        transfer = self.disk.write(chunk, start, source, spare=spare)
+        return self._requested(Channel.DISK_WRITE, chunk, source.numel(), transfer)
 
     def pages_of(self, chunk: Chunk, first: int, numel: int, write: bool) -> Iterator[tuple[int, torch.Tensor]]:
         """Iterate over the disk pages of a chunk that hold these elements; `write`: write each back afterwards.
@@ -107,18 +145,21 @@ class IODispatch:
                 transfer.wait()
                 return
             transfer.prioritize()
-            with profiler_range("wait", transfer.label), self.stalled():
+            with profiler_range("wait", transfer.label), self.stalled(transfer.label):
                 transfer.wait()
         except (DiskError, MoveError) as error:
             self.failed = error
             raise
 
     @contextmanager
-    def stalled(self) -> Iterator[None]:
-        """Count the time spent in this context as stall time."""
+    def stalled(self, subject: object) -> Iterator[None]:
+        """Count the time spent in this context as stall time; `subject`: what is waited for."""
         start = self.hardware.seconds()
         yield
-        self.counters.stall_s += self.hardware.seconds() - start
+        end = self.hardware.seconds()
+        self.counters.stall_s += end - start
+        if self.timeline is not None:
+            self.timeline.stalled(start, end, str(subject))
 
     def check(self) -> None:
         """Raise TrainingError if chunk data was lost earlier."""

@@ -3,6 +3,8 @@
 from abc import abstractmethod
 from typing import Protocol
 
+from patrickstar._memory.accelerator import DeviceClock
+
 
 class Transfer(Protocol):
     """Copy of bytes that runs beside the training thread."""
@@ -22,6 +24,14 @@ class Transfer(Protocol):
     @abstractmethod
     def done(self) -> bool:
         """True once it has ended, with or without an error."""
+
+    def interval(self, clock: DeviceClock | None) -> tuple[float, float] | None:
+        """Return its begin and end in seconds of the hardware's clock; None if it is not done, or they are unknown.
+
+        Args:
+            clock: Clock of the accelerator, for transfers that were timed on it.
+        """
+        return None
 
     @abstractmethod
     def wait(self) -> None:

@@ -52,8 +52,8 @@ class ChunkTransfers:
             self.wait_fetch(chunk)
             return
         self.device_tier.allocate(chunk)
-        with profiler_range("fetch", chunk), self.io_dispatch.stalled():
-            self.io_dispatch.copies.up_now(chunk)
+        with profiler_range("fetch", chunk), self.io_dispatch.stalled(chunk):
+            self.io_dispatch.up_now(chunk)
         chunk.device_valid = True
         self._count_h2d(chunk)
         if not self.keep_duplicates:
@@ -83,7 +83,8 @@ class ChunkTransfers:
     def wait_fetch(self, chunk: Chunk) -> None:
         """Wait for a fetch; on a GPU the compute stream waits, not the training thread."""
         if isinstance(chunk.fetch_transfer, StreamTransfer):
-            chunk.fetch_transfer.order()
+            with self.io_dispatch.ordered(chunk):
+                chunk.fetch_transfer.order()
             chunk.h2d_transfer, chunk.fetch_transfer = chunk.fetch_transfer, None
             self._finish_fetch(chunk)
         else:
@@ -107,8 +108,8 @@ class ChunkTransfers:
     def evict_now(self, chunk: Chunk) -> None:
         """Copy a chunk to its host block synchronously and free its device memory."""
         if not chunk.host_valid:
-            with profiler_range("evict", chunk), self.io_dispatch.stalled():
-                self.io_dispatch.copies.down_now(chunk)
+            with profiler_range("evict", chunk), self.io_dispatch.stalled(chunk):
+                self.io_dispatch.down_now(chunk)
             chunk.host_valid = True
             self._count_d2h(chunk)
         self.device_tier.free(chunk)
@@ -119,7 +120,7 @@ class ChunkTransfers:
         chunk.eviction_tier = tier
         with profiler_range("evict", chunk):
             if tier is Tier.HOST:
-                chunk.eviction_transfer = self.io_dispatch.copies.down(chunk)
+                chunk.eviction_transfer = self.io_dispatch.down(chunk)
             else:
                 chunk.eviction_transfer = self.io_dispatch.write(chunk, 0, chunk.device_bytes_view())
         self._count_d2h(chunk)
@@ -167,7 +168,7 @@ class ChunkTransfers:
         down = None
         if chunk.device_valid:
             with profiler_range("evict", chunk):
-                down = self.io_dispatch.copies.down(chunk)
+                down = self.io_dispatch.down(chunk)
             self._count_d2h(chunk)
             chunk.d2h_transfer = down
         self.host_tier.exchange_blocks(chunk, other)
@@ -178,7 +179,7 @@ class ChunkTransfers:
             return
         self.in_flight[chunk] = None
         with profiler_range("prefetch", chunk):
-            chunk.fetch_transfer = self.io_dispatch.copies.up(chunk, after=down)
+            chunk.fetch_transfer = self.io_dispatch.up(chunk, after=down)
         self._count_h2d(chunk)
 
     @defer_sigint

@@ -74,7 +74,7 @@ class ModelData(LocalShards, ProcessHooks):
             self.fetch(self.chunks_to_fetch(with_gradients), gently=gently)
         self.restore_params(managed_params)
         chunks = self.chunks_to_fetch(managed_params)
-        self.tracer.begin_moment(tuple(chunk.index for chunk in chunks), belongs)
+        self._begin_moment(tuple(chunk.index for chunk in chunks), belongs)
         if not (at_rest := self.manager.at_rest(chunks)):
             with profiler_range("access", profiled_names(managed_params)):
                 try:
@@ -88,6 +88,11 @@ class ModelData(LocalShards, ProcessHooks):
         if not at_rest:
             self.manager.poll_transfers()
         self.update_param_views()
+
+    def _begin_moment(self, chunks: tuple[int, ...], belongs: bool) -> None:
+        self.tracer.begin_moment(chunks, belongs)
+        if (timeline := self.manager.timeline) is not None:
+            timeline.moment(self.manager.now, chunks, self.manager.device_tier.non_model_bytes)
 
     def restore_params(self, managed_params: Sequence[ManagedParam]) -> None:
         """Move out gradients that are stored in place of these parameters, and restore the parameters."""
@@ -179,7 +184,7 @@ class ModelData(LocalShards, ProcessHooks):
     @defer_sigint
     def op_boundary(self, belongs: bool) -> None:
         """Enforce the device budget after an operator."""
-        self.tracer.begin_moment((), belongs)
+        self._begin_moment((), belongs)
         if self.comm is not None or not self.manager.at_rest(()):
             try:
                 self._keep_budget()
@@ -250,6 +255,8 @@ class ModelData(LocalShards, ProcessHooks):
         version = managed.param._version
         self._write_gradient(managed, grad, add=grows)
         state.overlay(self.backward_id, version)
+        if self.manager.timeline is not None:
+            self.manager.timeline.holds_gradients(managed.location.chunk, True)
 
     def _list_at_once(self, managed: ManagedParam, grad: torch.Tensor) -> None:
         """Add a gradient to the gradient list; if it may grow, once its backward has ended."""
@@ -364,6 +371,8 @@ class ModelData(LocalShards, ProcessHooks):
         torch.autograd.graph.increment_version([managed.param for managed in managed_params])
         for managed in managed_params:
             managed.state.consume()
+            if self.manager.timeline is not None:
+                self.manager.timeline.holds_gradients(managed.location.chunk, False)
 
     @defer_sigint
     def ensure_in_memory(self, managed: ManagedParam) -> None:

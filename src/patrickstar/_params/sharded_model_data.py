@@ -98,6 +98,8 @@ class ShardedModelData(OwnedShards):
         state = managed.state
         state.set_ready(True)
         self.tracer.note_gradient(managed.chunk.index)
+        if self.manager.timeline is not None:
+            self.manager.timeline.holds_gradients(managed.chunk.index, True)
         if state.partial is not None:
             state.partial.add_(grad)
             return

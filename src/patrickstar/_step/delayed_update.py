@@ -216,7 +216,7 @@ class DelayedUpdates:
             (sums,) = self.data.gradient_sums(managed.location.chunk)
             latest = managed.flat(sums, in_order=in_order)
         grad = Gradient(latest, None, getattr(torch, managed.schema.master_dtype))
-        return Span(param, grad, master, tuple(states), rule)
+        return Span(param, grad, master, tuple(states), rule, name=managed.name)
 
     def _exchange_whole(
         self, index: int, rules: Mapping[ManagedParam, Rule], managed_params: list[ManagedParam]

@@ -375,4 +375,5 @@ class OptimizerStep:
         """
         master, *states = [managed.flat(chunk, in_order=in_order) for chunk in chunks]
         param = managed.flat(managed.shard_chunk, in_order=in_order)
-        return Span(param, self.data.gradient(managed, in_order=in_order), master, tuple(states), rule)
+        grad = self.data.gradient(managed, in_order=in_order)
+        return Span(param, grad, master, tuple(states), rule, name=managed.name)

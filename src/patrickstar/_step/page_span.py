@@ -50,4 +50,4 @@ def page_span(
     if pages.owner.speculative:
         param = pool.param_view(pages, param.dtype)[on_page]
     master, *states = (views[spec.kind][on_page] for spec in managed.schema.state_lists)
-    return Span(param, grad, master, tuple(states), rule)
+    return Span(param, grad, master, tuple(states), rule, name=managed.name)

@@ -12,8 +12,9 @@ from patrickstar._kernels.update_rule import Running, Span
 from patrickstar._memory.accelerator import Accelerator
 from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.host_tier import HostTier
+from patrickstar._memory.job_queue import WorkerTransfer
 from patrickstar._memory.transfer import Transfer
-from patrickstar._memory.worker_pool import WorkerPool, WorkerTransfer
+from patrickstar._memory.worker_pool import WorkerPool
 from patrickstar._step.running_updates import UpdateGroup
 
 PIECE_NUMEL = 1 << 20

@@ -21,6 +21,7 @@ thread_local std::array<int64_t, kDevices> current_streams{};
 
 struct Event {
   MarkerPtr marker;
+  bool timed = false;
 };
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
@@ -48,9 +49,18 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return before;
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
-  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
+  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag flag) const override {
     if (*event == nullptr) *event = new Event;
-    static_cast<Event*>(*event)->marker = strict::record(stream.device_index(), stream.id());
+    auto* recorded = static_cast<Event*>(*event);
+    recorded->marker = strict::record(stream.device_index(), stream.id());
+    recorded->timed = flag == c10::EventFlag::BACKEND_DEFAULT;
+  }
+  double elapsedTime(void* from, void* to, const c10::DeviceIndex) const override {
+    auto *first = static_cast<Event*>(from), *second = static_cast<Event*>(to);
+    TORCH_CHECK(first->timed && second->timed, "events without timing have no time");
+    double from_s = passed_at_s(first->marker), to_s = passed_at_s(second->marker);
+    TORCH_CHECK(from_s >= 0 && to_s >= 0, "an event has not passed");
+    return 1e3 * (to_s - from_s);
   }
   void block(void* event, const c10::Stream& stream) const override {
     if (event != nullptr) stream_waits(stream.device_index(), stream.id(), static_cast<Event*>(event)->marker);

@@ -15,6 +15,7 @@ struct Queue;
 struct Marker {
   bool passed = false;
   Queue* queue = nullptr;
+  double passed_at_s = 0;  // on the clock of the host
   int queries = 0;
   double ends_at_s = 0;  // timed: the scheduled end of the work before it
 };
@@ -39,6 +40,9 @@ struct Queue {
 extern std::recursive_mutex mutex;  // of all queues
 extern Settings settings;
 extern std::exception_ptr failure;
+
+// Mark a marker as passed, now.
+void pass(Marker& marker);
 
 // Append an entry; in timed mode, to be run by the queue's thread. The caller holds the mutex once.
 void push(Queue& queue, Entry entry);

@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <map>
 #include <random>
@@ -115,7 +116,7 @@ bool run_front(Queue& queue, bool force) {
   } catch (...) {
     if (!failure) failure = std::current_exception();
   }
-  if (entry.record) entry.record->passed = true;
+  if (entry.record) pass(*entry.record);
   return true;
 }
 
@@ -449,13 +450,23 @@ void enqueue_copy(int index, int64_t stream, HostRange host, Task task) {
   enqueue(index, stream, std::move(run), host.write ? Link::down : Link::up, host.nbytes);
 }
 
+void pass(Marker& marker) {
+  marker.passed_at_s = std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+  marker.passed = true;
+}
+
+double passed_at_s(const MarkerPtr& marker) {
+  std::lock_guard lock(mutex);
+  return marker && marker->passed ? marker->passed_at_s : -1;
+}
+
 MarkerPtr record(int index, int64_t stream) {
   std::lock_guard lock(mutex);
   Queue& found = queue(index, stream);
   auto marker = std::make_shared<Marker>();
   marker->queue = &found;
   if (found.entries.empty()) {
-    marker->passed = true;
+    pass(*marker);
   } else {
     push(found, {nullptr, nullptr, marker});
   }

@@ -77,6 +77,7 @@ double charge(double seconds);  // returns what was not taken of the last charge
 void enqueue(int device, int64_t stream, Task task, Link link = Link::none, size_t nbytes = 0);
 void enqueue_copy(int device, int64_t stream, HostRange host, Task task);
 MarkerPtr record(int device, int64_t stream);
+double passed_at_s(const MarkerPtr& marker);  // on the host's clock; negative if it has not passed
 void stream_waits(int device, int64_t stream, const MarkerPtr& marker);
 bool query(const MarkerPtr& marker);
 bool query_stream(int device, int64_t stream);

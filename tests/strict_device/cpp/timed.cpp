@@ -51,7 +51,7 @@ void run_timed(Queue& queue, std::unique_lock<std::recursive_mutex>& lock) {
   }
   if (front.record) {
     front.record->ends_at_s = queue.free_at_s;
-    front.record->passed = true;
+    pass(*front.record);
   }
   queue.entries.pop_front();
   changed.notify_all();

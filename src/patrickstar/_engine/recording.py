@@ -1,0 +1,92 @@
+"""Recording of an engine's steps: timelines of some of them."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from patrickstar._engine.chrome_trace import write_chrome_trace
+from patrickstar._engine.core import EngineCore
+from patrickstar._kernels.update_rule import Span
+from patrickstar._memory.timeline import Channel, StepTimeline
+from patrickstar.errors import TrainingError
+
+
+def doubles(step: int) -> bool:
+    """Return whether a step is the first, second, fourth, and so on: a long run has few such steps."""
+    return step & (step - 1) == 0
+
+
+class Recording:
+    """Recording of the steps of an engine, while its context is open. See `Engine.record`.
+
+    Attributes:
+        timelines: Timelines of the recorded steps, in order.
+    """
+
+    def __init__(self, core: EngineCore) -> None:
+        self._core = core
+        self._steps = 0
+        """Steps since the recording began."""
+        self.timelines: list[StepTimeline] = []
+
+    def __enter__(self) -> Self:
+        self._core.check_open()
+        if self._core.recording is not None:
+            raise TrainingError("this engine is being recorded already: leave the first engine.record() before")
+        self._core.recording = self
+        self._begin_step()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._core.recording = None
+        self._core.kernels.observer = None
+        self._core.manager.end_timeline(0)
+
+    def _begin_step(self) -> None:
+        if doubles(self._steps + 1):
+            self._core.manager.begin_timeline()
+            self._core.kernels.observer = self._updating
+
+    def end_step(self) -> None:
+        """End the record of a step. The engine calls this at the end of each."""
+        self._steps += 1
+        self._core.kernels.observer = None
+        timeline = self._core.manager.end_timeline(self._core.stats.total.steps)
+        if timeline is not None:
+            self.timelines.append(timeline)
+        self._begin_step()
+
+    def _updating(self, spans: Sequence[Span]) -> AbstractContextManager[None]:
+        """Return a context that notes an update on the host."""
+        timeline = self._core.manager.timeline
+        if timeline is None:  # the step has ended since a worker thread began the update
+            return nullcontext()
+        on_host = [span for span in spans if span.master.device == self._core.manager.hardware.host_device]
+        nbytes = sum(each.nbytes for span in on_host for each in (span.param, span.master, *span.states))
+        return timeline.busy(Channel.UPDATE, _names_of(on_host), nbytes)
+
+    def chrome_trace(self, path: str | Path, profile: str | Path | None = None) -> None:
+        """Write the timelines as a trace for Perfetto or chrome://tracing.
+
+        Args:
+            path: JSON file to write.
+            profile: Trace of `torch.profiler` (`export_chrome_trace`) of the same process, whose content is written,
+                too, on the same time axis.
+
+        Raises:
+            ConfigError: A file can't be read or written.
+        """
+        write_chrome_trace(Path(path), self.timelines, self._names(), None if profile is None else Path(profile))
+
+    def _names(self) -> dict[int, str]:
+        """Return the first parameter of each chunk by its index."""
+        return {index: managed[0].name for index, managed in self._core.data.by_chunk.items() if managed}
+
+
+def _names_of(spans: Sequence[Span]) -> str:
+    names = list(dict.fromkeys(span.name for span in spans))
+    return "" if not names else names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")

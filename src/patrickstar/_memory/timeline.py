@@ -1,0 +1,223 @@
+"""Timeline of a step: the work of each channel, the waits of computation, and the memory of each chunk."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import torch
+
+from patrickstar._memory.accelerator import DeviceClock
+from patrickstar._memory.chunk import Chunk
+from patrickstar._memory.transfer import Transfer
+from patrickstar._schedule.placement import Tier
+
+
+class Channel(StrEnum):
+    """Channel that works beside computation; a dry run's have the same names."""
+
+    TO_DEVICE = "host to device"
+    TO_HOST = "device to host"
+    DISK_READ = "disk read"
+    DISK_WRITE = "disk write"
+    UPDATE = "update on the host"
+    COLLECTIVES = "collectives"
+
+
+@dataclass(frozen=True)
+class Work:
+    """Work of a channel. Times are seconds of the hardware's clock."""
+
+    channel: Channel
+    label: str
+    """Name of the chunk, or of what else was moved or computed."""
+    nbytes: int
+    asked_s: float
+    """When it was requested."""
+    start_s: float
+    end_s: float
+    urgent: bool
+    """True if it was requested only when its bytes were needed."""
+
+
+@dataclass(frozen=True)
+class Stall:
+    """Time in which computation waited: the training thread, or beside an accelerator its stream."""
+
+    start_s: float
+    end_s: float
+    label: str
+
+
+@dataclass(frozen=True)
+class Residency:
+    """Memory of a chunk on one tier, from a time on."""
+
+    at_s: float
+    tier: Tier
+    kind: str
+    index: int
+    present: bool
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Access of an operator to chunks of parameters; none once it has ended."""
+
+    at_s: float
+    number: int
+    """Number of the moment in the iteration's trace; -1 where there is none."""
+    chunks: tuple[int, ...]
+    non_model_bytes: int
+    """Non-model data on the device, as expected or measured."""
+
+
+@dataclass
+class StepTimeline:
+    """Record of one step, from the end of the step before to its own. Times are seconds of the hardware's clock.
+
+    Attributes:
+        step: Number of the step, from 1.
+        initial: Chunks with memory on a tier at the start.
+        gradients: Times from which a chunk of parameters held gradients, and at which it held parameters again.
+        phases: Times at which a part of the step began: forward, backward, step.
+        host_other: Bytes of the host tier beside chunks, from a time on.
+        disk: Bytes of the swap file that were allocated, from a time on.
+    """
+
+    step: int = 0
+    start_s: float = 0.0
+    end_s: float = 0.0
+    work: list[Work] = field(default_factory=list)
+    stalls: list[Stall] = field(default_factory=list)
+    initial: list[Residency] = field(default_factory=list)
+    residency: list[Residency] = field(default_factory=list)
+    moments: list[Moment] = field(default_factory=list)
+    gradients: list[tuple[float, int, bool]] = field(default_factory=list)
+    phases: list[tuple[float, str]] = field(default_factory=list)
+    host_other: list[tuple[float, int]] = field(default_factory=list)
+    disk: list[tuple[float, int]] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        return self.end_s - self.start_s
+
+
+@dataclass(frozen=True)
+class _Pending:
+    channel: Channel
+    label: str
+    nbytes: int
+    asked_s: float
+    urgent: bool
+    transfer: Transfer
+
+
+class Timeline:
+    """Recorder of one step. Worker threads and the training thread add to it.
+
+    Args:
+        seconds: Clock of the hardware.
+        clock: Clock of the accelerator, if there is one.
+        chunks: All chunks, whose memory is noted.
+    """
+
+    def __init__(self, seconds: Callable[[], float], clock: DeviceClock | None, chunks: Iterable[Chunk]) -> None:
+        self.seconds = seconds
+        self._clock = clock
+        self._pending: list[_Pending] = []
+        self._device_waits: list[tuple[str, torch.Event, torch.Event]] = []
+        self._held: set[int] = set()
+        """Chunks of parameters that hold gradients."""
+        now = seconds()
+        self._result = StepTimeline(start_s=now, initial=[each for chunk in chunks for each in _memory_of(chunk, now)])
+
+    # Work
+
+    def requested(
+        self, channel: Channel, chunk: Chunk, nbytes: int, transfer: Transfer, *, urgent: bool = False
+    ) -> None:
+        """Note a transfer that was requested now."""
+        self._pending.append(_Pending(channel, repr(chunk), nbytes, self.seconds(), urgent, transfer))
+
+    @contextmanager
+    def busy(self, channel: Channel, label: str, nbytes: int) -> Iterator[None]:
+        """Note work of the calling thread, which was not asked for before."""
+        start_s = self.seconds()
+        yield
+        self._result.work.append(Work(channel, label, nbytes, start_s, start_s, self.seconds(), True))
+
+    def stalled(self, start_s: float, end_s: float, label: str) -> None:
+        """Note that computation waited."""
+        self._result.stalls.append(Stall(start_s, end_s, label))
+
+    @contextmanager
+    def device_wait(self, label: str) -> Iterator[None]:
+        """Note how long the accelerator's current stream waits for what it is ordered after in this context."""
+        if self._clock is None:
+            yield
+            return
+        before = self._clock.event()
+        yield
+        self._device_waits.append((label, before, self._clock.event()))
+
+    # Memory
+
+    def allocated(self, chunk: Chunk, tier: Tier) -> None:
+        """Note that a chunk has memory on a tier from now on."""
+        self._result.residency.append(Residency(self.seconds(), tier, chunk.kind, chunk.index, True))
+
+    def freed(self, chunk: Chunk, tier: Tier) -> None:
+        """Note that a chunk has no memory on a tier from now on."""
+        self._result.residency.append(Residency(self.seconds(), tier, chunk.kind, chunk.index, False))
+
+    def host_bytes(self, other_bytes: int) -> None:
+        """Note the bytes of the host tier beside chunks."""
+        self._result.host_other.append((self.seconds(), other_bytes))
+
+    def disk_bytes(self, nbytes: int) -> None:
+        """Note the allocated bytes of the swap file."""
+        self._result.disk.append((self.seconds(), nbytes))
+
+    def holds_gradients(self, index: int, holds: bool) -> None:
+        """Note that a chunk of parameters holds gradients, or parameters again."""
+        if holds is not (index in self._held):
+            (self._held.add if holds else self._held.discard)(index)
+            self._result.gradients.append((self.seconds(), index, holds))
+
+    # Order
+
+    def moment(self, number: int, chunks: tuple[int, ...], non_model_bytes: int) -> None:
+        """Note the begin of a moment."""
+        self._result.moments.append(Moment(self.seconds(), number, chunks, non_model_bytes))
+
+    def phase(self, name: str) -> None:
+        """Note the begin of a part of the step."""
+        self._result.phases.append((self.seconds(), name))
+
+    def finish(self, step: int) -> StepTimeline:
+        """Return the record of the step that ends now. Transfers in flight are in none.
+
+        Args:
+            step: Number of the step.
+        """
+        result = self._result
+        result.step, result.end_s = step, self.seconds()
+        for pending in self._pending:
+            times = pending.transfer.interval(self._clock)
+            if times is not None:
+                result.work.append(
+                    Work(pending.channel, pending.label, pending.nbytes, pending.asked_s, *times, pending.urgent)
+                )
+        for label, before, after in self._device_waits:
+            assert self._clock is not None, "events are recorded on an accelerator"
+            result.stalls.append(Stall(self._clock.seconds(before), self._clock.seconds(after), label))
+        result.work.sort(key=lambda each: each.start_s)
+        return result
+
+
+def _memory_of(chunk: Chunk, now: float) -> Iterator[Residency]:
+    present = {Tier.DEVICE: chunk.device_bytes > 0, Tier.HOST: chunk.host is not None, Tier.DISK: chunk.disk_valid}
+    for tier, has_memory in present.items():
+        if has_memory:
+            yield Residency(now, tier, chunk.kind, chunk.index, True)

@@ -1,0 +1,174 @@
+"""Records of steps: they change nothing, and their bytes, waits and memory are those of the step's statistics."""
+
+import json
+import math
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+import torch
+from probes import manager_of
+from toys import mean_square
+
+import patrickstar as ps
+from patrickstar._memory.timeline import Channel, StepTimeline
+from patrickstar._schedule.placement import Tier
+from patrickstar.errors import ConfigError, TrainingError
+from patrickstar.testing import assert_same_bits
+
+from .tiers import Room, blocks, inputs, on_disk, options, small_engine
+
+STEPS = 9
+RECORDED = [1, 2, 4, 8]
+BATCHES = inputs(STEPS)
+
+
+def engine_on(tier: str, folder) -> ps.Engine:
+    """Return an engine whose model fits, or lies on the host or on a disk."""
+    torch.manual_seed(0)
+    if tier == "disk":
+        return small_engine(blocks, on_disk(blocks, options(), folder, BATCHES[0], Room(host_bytes=30000)))
+    budget = 60_000 if tier == "host" else "1GiB"
+    return small_engine(blocks, options(device_memory=budget, host_memory="1MiB"))
+
+
+def step(engine: ps.Engine, number: int) -> torch.Tensor:
+    loss = mean_square(engine(*BATCHES[number]))
+    engine.backward(loss)
+    engine.clip_grad_norm_(1.0)
+    engine.optimizer.step()
+    engine.optimizer.zero_grad()
+    return loss.detach().clone()
+
+
+def memory_of(timeline: StepTimeline, tier: Tier, sizes: dict[tuple[str, int], int]) -> list[int]:
+    """Return the bytes of chunks on a tier after each change, from the start of the step on."""
+    used, values = 0, []
+    for each in timeline.initial:
+        used += sizes[each.kind, each.index] if each.tier is tier else 0
+    values.append(used)
+    for each in timeline.residency:
+        if each.tier is tier:
+            used += sizes[each.kind, each.index] if each.present else -sizes[each.kind, each.index]
+            values.append(used)
+    return values
+
+
+@pytest.mark.parametrize("tier", ["device", "host", "disk"])
+def test_a_record_changes_nothing_and_agrees_with_the_statistics(tmp_path, tier):
+    plain, plain_stats = [], []
+    with engine_on(tier, tmp_path) as engine:
+        for number in range(STEPS):
+            plain.append(step(engine, number))
+            plain_stats.append(engine.stats.last)
+        expected = engine.state_dict()
+    losses, stats, used = [], [], []
+    with engine_on(tier, tmp_path) as engine:
+        manager = manager_of(engine)
+        with engine.record() as recording:
+            for number in range(STEPS):
+                losses.append(step(engine, number))
+                stats.append(engine.stats.last)
+                used.append((manager.device_tier.used, manager.host_tier.used))
+        assert manager.timeline is None
+        sizes = {key: chunk.nbytes for key, chunk in manager.chunks.items()}
+        assert_same_bits(expected, engine.state_dict(), "parameters")
+    assert_same_bits(plain, losses, "losses")
+    assert [each.step for each in recording.timelines] == RECORDED
+    for one, other in zip(plain_stats, stats, strict=True):
+        names = ("h2d_bytes", "d2h_bytes", "evictions", "device_peak_model_bytes")
+        assert [getattr(one, name) for name in names] == [getattr(other, name) for name in names]
+    for timeline in recording.timelines:
+        last = stats[timeline.step - 1]
+        moved = Counter()
+        for work in timeline.work:
+            assert work.asked_s <= work.start_s <= work.end_s <= timeline.end_s
+            moved[work.channel] += work.nbytes
+        # The rest are gradients and parameters of updates on the host, which their kernel reads and writes in place,
+        # and chunks that go to the disk and back.
+        rest = last.h2d_bytes - moved[Channel.TO_DEVICE], last.d2h_bytes - moved[Channel.TO_HOST]
+        assert min(rest) >= 0 and (tier == "disk" or rest[0] == rest[1]) and (tier != "device" or rest == (0, 0))
+        if timeline.step > 1:  # the first one's statistics contain the engine's construction
+            assert math.isclose(sum(each.end_s - each.start_s for each in timeline.stalls), last.stall_s, abs_tol=1e-9)
+        on_device = memory_of(timeline, Tier.DEVICE, sizes)
+        assert (on_device[-1], max(on_device)) == (used[timeline.step - 1][0], last.device_peak_model_bytes)
+        on_host = memory_of(timeline, Tier.HOST, sizes)
+        assert (on_host[-1], max(on_host)) == (used[timeline.step - 1][1], last.host_peak_model_bytes)
+        assert [name for _, name in timeline.phases] == ["forward", "backward", "step", ""]
+        assert all(before <= after for (before, _), (after, _) in pairwise(timeline.phases))
+        assert moved[Channel.UPDATE] > 0 or tier == "disk"  # whose updates may run in the next step
+    assert any(timeline.moments for timeline in recording.timelines)
+
+
+def test_all_disk_bytes_are_recorded(tmp_path):
+    """Transfers that are in flight when a recorded step ends belong to none: with one step after the other, to none."""
+    with engine_on("disk", tmp_path) as engine, engine.record() as recording:
+        for number in range(4):
+            step(engine, number)
+        written = sum(work.nbytes for work in recording.timelines[2].work if work.channel is Channel.DISK_WRITE)
+        read = sum(work.nbytes for work in recording.timelines[2].work if work.channel is Channel.DISK_READ)
+        assert 0 < written <= 2 * engine.stats.last.disk_write_bytes
+        assert 0 < read <= 2 * engine.stats.last.disk_read_bytes
+        assert all(nbytes == engine.stats.last.disk_bytes for _, nbytes in recording.timelines[2].disk)
+
+
+def test_gradients_take_the_place_of_parameters(tmp_path):
+    """Each chunk of parameters holds gradients once, from backward to its update."""
+    with engine_on("host", tmp_path) as engine, engine.record() as recording:
+        step(engine, 0)
+    (timeline,) = recording.timelines
+    (_, forward), (backward_s, backward), (step_s, _), _ = timeline.phases
+    assert (forward, backward) == ("forward", "backward")
+    chunks = {index for _, index, _ in timeline.gradients}
+    assert [sorted(index for _, index, holds in timeline.gradients if holds is value) for value in (True, False)] == [
+        sorted(chunks),
+        sorted(chunks),
+    ]
+    assert all(backward_s < at_s for at_s, _, holds in timeline.gradients if holds)
+    assert all(step_s < at_s for at_s, _, holds in timeline.gradients if not holds)
+
+
+def test_chrome_trace(tmp_path):
+    """Rows have no overlapping works, names are those of parameters, and times are those of torch.profiler."""
+    with engine_on("disk", tmp_path) as engine:
+        with torch.profiler.profile() as profiler, engine.record() as recording:
+            step(engine, 0)
+            step(engine, 1)
+        profiler.export_chrome_trace(str(tmp_path / "profile.json"))
+        recording.chrome_trace(tmp_path / "trace.json", tmp_path / "profile.json")
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    own = [event for event in trace["traceEvents"] if event["pid"] == "PatrickStar"]
+    rows = {event["tid"]: event["args"]["name"] for event in own if event["name"] == "thread_name"}
+    assert {"phases", "stalls", "disk read", "disk write", "update on the host"} <= set(rows.values())
+    for row, name in rows.items():
+        if name in ("stalls", "update on the host"):  # a wait may contain another
+            continue
+        spans = sorted(
+            (event["ts"], event["ts"] + event["dur"]) for event in own if event.get("tid") == row and "dur" in event
+        )
+        assert all(before[1] <= after[0] + 0.01 for before, after in pairwise(spans)), name
+    assert any(event["name"].endswith("(0.0.weight)") for event in own), {event["name"] for event in own}
+    profiled = [event["ts"] for event in trace["traceEvents"] if event["name"] == "aten::mm"]
+    phases = [event for event in own if event.get("tid") == 0 and "dur" in event]
+    begin, end = phases[0]["ts"], phases[-1]["ts"] + phases[-1]["dur"]
+    inside = [ts for ts in profiled if begin <= ts <= end]
+    assert profiled and len(inside) == len(profiled)
+
+
+def test_mistakes(tmp_path):
+    engine = engine_on("device", tmp_path)
+    with engine.record() as recording:
+        with pytest.raises(TrainingError, match="is being recorded already"), engine.record():
+            pass
+        step(engine, 0)
+    with pytest.raises(ConfigError, match=r"the trace .*missing/trace.json can't be written"):
+        recording.chrome_trace(tmp_path / "missing" / "trace.json")
+    with pytest.raises(ConfigError, match=r"is no trace of torch.profiler that can be read"):
+        recording.chrome_trace(tmp_path / "trace.json", tmp_path / "missing.json")
+    with pytest.raises(RuntimeError, match="in the middle"), engine.record():
+        raise RuntimeError("in the middle")
+    assert manager_of(engine).timeline is None
+    step(engine, 1)
+    engine.close()
+    with pytest.raises(TrainingError, match="closed"), engine.record():
+        pass

@@ -1,0 +1,54 @@
+"""Records of steps beside an accelerator: copies and the device's waits have times of its events."""
+
+from collections import Counter
+from contextlib import nullcontext
+
+import strict_device
+import torch
+import toys
+from torch import nn
+
+import patrickstar as ps
+from patrickstar import testing
+from patrickstar._memory.timeline import Channel
+
+WIDTH = 64
+STEPS = 8
+
+
+def layers() -> nn.Module:
+    return toys.layers(WIDTH, 8, nn.GELU)
+
+
+def test_copies_are_timed_by_the_device():
+    """Every byte that is copied is in a work with begin and end, and recording changes no loss."""
+    data = [(batch.to("strict"),) for (batch,) in toys.inputs(STEPS, width=WIDTH, rows=32)]
+    losses = []
+    for records in (False, True):
+        strict_device.configure(seed=1)
+        config = ps.Config(device="strict", chunk_size="18KiB", device_memory="60KiB", host_memory="8MiB")
+        torch.manual_seed(0)
+        engine = ps.Engine(layers, config, meter=testing.NoMeter(), poison=True)
+        losses.append([])
+        with engine.record() if records else nullcontext() as recording:
+            for batch in data:
+                loss = engine(*batch).float().square().mean()
+                engine.backward(loss)
+                engine.optimizer.step()
+                engine.optimizer.zero_grad()
+                losses[-1].append(loss.item())
+        engine.close()
+    assert losses[0] == losses[1]
+    assert [each.step for each in recording.timelines] == [1, 2, 4, 8]
+    for timeline in recording.timelines:
+        moved = Counter()
+        for work in timeline.work:
+            moved[work.channel] += work.nbytes
+            assert work.start_s <= work.end_s <= timeline.end_s
+            if work.channel is not Channel.UPDATE:
+                assert timeline.start_s <= work.start_s
+        assert min(moved[Channel.TO_DEVICE], moved[Channel.TO_HOST]) > 0
+        assert all(stall.start_s <= stall.end_s <= timeline.end_s for stall in timeline.stalls)
+        assert any(stall.label.startswith("param16[") for stall in timeline.stalls)
+    # An update may run in the next step, which may have no timeline.
+    assert any(work.channel is Channel.UPDATE for timeline in recording.timelines for work in timeline.work)
