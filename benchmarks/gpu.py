@@ -32,7 +32,7 @@ RESULT = "Result: "
 
 PROBE = """
 import sys, torch
-from patrickstar._dry_run.machine_profile import machine_name
+from patrickstar._memory.machine_name import machine_name
 if sys.argv[2] == "complete":
     from patrickstar._kernels.cpp_backend import CppBackend
     CppBackend.load()

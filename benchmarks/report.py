@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from patrickstar._dry_run.machine_profile import machine_name
+from patrickstar._memory.machine_name import machine_name
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -17,8 +17,8 @@ import torch
 from report import RESULTS
 
 from patrickstar._cli.presets import MOE_PRESETS, PRESETS
-from patrickstar._dry_run.machine_profile import machine_name
 from patrickstar._layout.byte_size import format_size
+from patrickstar._memory.machine_name import machine_name
 from patrickstar._perf_model.experts import Experts
 from patrickstar._perf_model.gpt_costs import Gpt
 from patrickstar._perf_model.machine_spec import Machine, Network, find_machine

@@ -20,7 +20,7 @@ def run(record: Record, options: argparse.Namespace) -> None:
     import torch
 
     from patrickstar._cli.doctor import examine
-    from patrickstar._dry_run.machine_profile import machine_name
+    from patrickstar._memory.machine_name import machine_name
 
     device = torch.device(options.device)
     record.fact("machine", machine_name(device))

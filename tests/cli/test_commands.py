@@ -111,7 +111,7 @@ def test_too_little_text_is_told(text: Path) -> None:
 
 def test_a_log_that_cannot_be_written_is_named(text: Path, tmp_path: Path) -> None:
     log = tmp_path / "text.py" / "log.jsonl"
-    assert_refused(train("--model", "gpt-1m", "--data", text, "--log", log), log, "check --log")
+    assert_refused(train("--model", "gpt-1m", "--data", text, "--log", log), log, "choose another path")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")

@@ -60,11 +60,14 @@ def test_a_run_that_is_resumed_is_the_one_that_was_not_stopped(delay: tuple[obje
         shutil.rmtree(Path("kept", late))
     # The run was killed in step 6, while it wrote to its log.
     lines = Path("cut.jsonl").read_text().splitlines(keepends=True)
-    Path("cut.jsonl").write_text("".join(lines[:5]) + lines[5][:20])
+    sixth = next(number for number, line in enumerate(lines) if line.startswith('{"kind": "step", "step": 6,'))
+    Path("cut.jsonl").write_text("".join(lines[:sixth]) + lines[sixth][:20])
     done = train("--log", "cut.jsonl", "--save-every", 2, "--keep", 2, "--resume", "kept", *delay)
     assert done.exit_code == 0, done.output
     assert "resumed from kept/step-4" in done.output
     assert steps("cut.jsonl") == steps("whole.jsonl")
+    kinds = [json.loads(line)["kind"] for line in Path("cut.jsonl").read_text().splitlines()]
+    assert (kinds.count("run"), kinds.count("summary")) == (1, 1)
     assert sorted(path.name for path in Path("kept").iterdir()) == ["step-6", "step-7"]
 
 

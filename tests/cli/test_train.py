@@ -19,8 +19,8 @@ from patrickstar import StepStats
 from patrickstar._cli.console import Progress
 from patrickstar._cli.main import app
 from patrickstar._cli.model_source import find_model
-from patrickstar._cli.run_log import RunLog, StepRecord
 from patrickstar._cli.train import learning_rate_factor
+from patrickstar._engine.run_log import RunLog, StepRecord
 
 CONFIG = {
     "model_type": "gpt2",
@@ -60,8 +60,10 @@ def run(options: list[str], *more: object) -> Result:
     return CliRunner().invoke(app, ["train", *options, *map(str, more)])
 
 
-def read_log(options: list[str]) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in Path(options[-1]).read_text().splitlines()]
+def read_log(options: list[str], *kinds: str) -> list[dict[str, Any]]:
+    """Return the lines of these kinds, by default those of steps and the summary."""
+    lines = [json.loads(line) for line in Path(options[-1]).read_text().splitlines()]
+    return [line for line in lines if line["kind"] in (kinds or ("step", "summary"))]
 
 
 def losses(options: list[str]) -> list[float]:
@@ -75,6 +77,10 @@ def test_a_run_learns_logs_and_sums_up(options: list[str]) -> None:
     *steps, summary = read_log(options)
     assert [record["step"] for record in steps] == list(range(1, 9))
     assert {record["kind"] for record in steps} == {"step"}
+    (described,) = read_log(options, "run")
+    assert described["parameters"] == summary["parameters"]
+    assert described["names"]["0"][0] == "transformer.wte.weight"
+    assert [each["step"] for each in read_log(options, "timeline")] == [1, 2, 4, 8]
     assert all(record["tokens"] == 4 * 32 and record["device_peak_model_bytes"] > 0 for record in steps)
     assert steps[0]["learning_rate"] == pytest.approx(5e-3)
     assert steps[2]["learning_rate"] == pytest.approx(1e-2)
@@ -235,7 +241,8 @@ def test_the_learning_rate_rises_and_then_falls_along_a_cosine() -> None:
 def test_numbers_that_are_not_finite_are_null_in_the_log(tmp_path: Path) -> None:
     path = tmp_path / "new" / "folder" / "log.jsonl"
     with RunLog(path) as log:
-        log.write(StepRecord(1, math.inf, 1e-3, math.nan, 4, 0.1, StepStats(steps=1, evictions=7)))
+        stats = StepStats(steps=1, evictions=7)
+        log.write_step(StepRecord(1, 0.1, stats, loss=math.inf, learning_rate=1e-3, gradient_norm=math.nan, tokens=4))
     record = json.loads(path.read_text())
     assert (record["kind"], record["loss"], record["gradient_norm"], record["evictions"]) == ("step", None, None, 7)
     assert "steps" not in record

@@ -11,8 +11,8 @@ from probes import manager_of
 from toys import mean_square
 
 import patrickstar as ps
-from patrickstar._memory.timeline import Channel, StepTimeline
 from patrickstar._schedule.placement import Tier
+from patrickstar._schedule.step_timeline import Channel, StepTimeline
 from patrickstar.errors import ConfigError, TrainingError
 from patrickstar.testing import assert_same_bits
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import patrickstar as ps
 from patrickstar import testing
-from patrickstar._memory.timeline import Channel
+from patrickstar._schedule.step_timeline import Channel
 
 WIDTH = 64
 STEPS = 8

@@ -7,7 +7,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from patrickstar._cli.run_log import StepRecord, Summary
+from patrickstar._cli.summary import Summary
+from patrickstar._engine.run_log import StepRecord
 from patrickstar._layout.byte_size import format_size
 from patrickstar.integrations._meshes import MeshSizes
 
@@ -58,6 +59,7 @@ class Progress:
             self._live.stop()
 
     def _line(self, record: StepRecord) -> str:
+        assert record.loss is not None and record.tokens is not None, "the training loop logs them"
         stats = record.stats
         width = len(str(self._steps))
         return "  ".join(

@@ -9,7 +9,7 @@ from rich.console import Console
 
 import patrickstar
 from patrickstar._cli.console import print_row
-from patrickstar._dry_run.machine_profile import ROUNDS, benchmark_span, elapsed_s, machine_name, measure_disk
+from patrickstar._dry_run.machine_profile import ROUNDS, benchmark_span, elapsed_s, measure_disk
 from patrickstar._kernels.cpp_backend import CppBackend, Unavailable
 from patrickstar._kernels.dispatch import Backend
 from patrickstar._kernels.eager_backend import EagerBackend
@@ -18,6 +18,7 @@ from patrickstar._layout.byte_size import format_size
 from patrickstar._memory.accelerator import COLLECTIVE_BYTES, FREE_PERCENT, OUTSIDE_BYTES, Accelerator, default_budget
 from patrickstar._memory.compute_device import UNSUPPORTED
 from patrickstar._memory.hardware import Hardware
+from patrickstar._memory.machine_name import machine_name
 from patrickstar._memory.memory_meter import available_bytes, host_meter, library_resident_bytes
 from patrickstar._perf_model.workload import STATE_BYTES, UPDATE_BYTES
 

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -19,14 +19,16 @@ from patrickstar._cli.corpus import Corpus, open_corpus
 from patrickstar._cli.model_source import ModelSource, find_model
 from patrickstar._cli.parallelism import Parallelism
 from patrickstar._cli.run_checkpoints import ResumeOptions, RunMetadata
-from patrickstar._cli.run_log import RunLog, StepRecord, Summary
 from patrickstar._cli.sampler import BatchSampler
+from patrickstar._cli.summary import Summary
 from patrickstar._cli.tokenizer import load_tokens
 from patrickstar._cli.train_options import TrainOptions
 from patrickstar._cli.training_setup import check_sequence, sample_ids, to_meta, training_config
 from patrickstar._distributed.process_group import World
-from patrickstar._dry_run.machine_profile import machine_name
 from patrickstar._engine.initialize import check_fit, create_engine
+from patrickstar._engine.recording import Recording
+from patrickstar._engine.run_log import RunLog, StepRecord
+from patrickstar._memory.machine_name import machine_name
 from patrickstar.errors import TrainingError
 from patrickstar.integrations._meshes import MeshSizes
 
@@ -97,11 +99,14 @@ def train(options: TrainOptions, console: Console) -> Summary | None:
                 run.resume(resume.resumed)
                 if not options.quiet:
                     print_text(console, f"resumed from {resume.resumed}")
-            with Progress(console, options.steps, engine.device_budget_bytes, options.quiet) as progress:
-                records, interrupted = _training_loop(run, log, progress)
+            with (
+                Progress(console, options.steps, engine.device_budget_bytes, options.quiet) as progress,
+                engine.record(log, steps=run.step) as recording,
+            ):
+                records, interrupted = _training_loop(run, recording, progress)
             engine.finish_saving()
             summary = _summary(options, engine, records, interrupted)
-            log.write(summary)
+            log.write("summary", asdict(summary))
             print_summary(console, summary)
         finally:
             engine.close(keep=False)
@@ -165,7 +170,7 @@ class _TrainingRun:
             self._saved = self.step
 
 
-def _training_loop(run: _TrainingRun, log: RunLog, progress: Progress) -> tuple[list[StepRecord], bool]:
+def _training_loop(run: _TrainingRun, recording: Recording, progress: Progress) -> tuple[list[StepRecord], bool]:
     """Run the remaining steps. Return their records, and whether Ctrl-C interrupted them."""
     options, engine = run.options, run.engine
     tokens = options.batch * options.sequence * options.accumulation * engine.data_size
@@ -178,10 +183,14 @@ def _training_loop(run: _TrainingRun, log: RunLog, progress: Progress) -> tuple[
             loss, norm = _step(options, engine, batches, run.step + 1)
             run.scheduler.step()
             run.step += 1
-            elapsed_s = time.perf_counter() - started
-            record = StepRecord(run.step, loss, learning_rate, norm, tokens, elapsed_s, engine.stats.last)
+            record = recording.log(
+                loss=loss,
+                learning_rate=learning_rate,
+                gradient_norm=norm,
+                tokens=tokens,
+                elapsed_s=time.perf_counter() - started,
+            )
             records.append(record)
-            log.write(record)
             progress.show(record)
             run.save_if_due()
     except KeyboardInterrupt:
@@ -214,7 +223,7 @@ def _step(
 
 def _summary(options: TrainOptions, engine: ps.Engine, records: list[StepRecord], interrupted: bool) -> Summary:
     layout = engine.layout
-    losses = [record.loss for record in records]
+    losses = [record.loss for record in records if record.loss is not None]
     timed = records[1:] or records
     return Summary(
         model=options.model,
@@ -226,7 +235,7 @@ def _summary(options: TrainOptions, engine: ps.Engine, records: list[StepRecord]
         interrupted=interrupted,
         loss_first=fmean(losses[:_MEAN_STEPS]),
         loss_last=fmean(losses[-_MEAN_STEPS:]),
-        tokens_per_s=sum(record.tokens for record in timed) / sum(record.elapsed_s for record in timed),
+        tokens_per_s=sum(record.tokens or 0 for record in timed) / sum(record.elapsed_s for record in timed),
         elapsed_s=sum(record.elapsed_s for record in records),
         model_data_bytes=layout.model_data_bytes,
         padding_bytes=layout.padding_bytes,

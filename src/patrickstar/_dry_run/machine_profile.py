@@ -1,7 +1,6 @@
-"""Name and machine spec of the local machine: memory sizes, and rates measured by short benchmarks."""
+"""Machine spec of the local machine: memory sizes, and rates measured by short benchmarks."""
 
 import os
-import platform
 import time
 from collections.abc import Callable
 from functools import partial
@@ -36,24 +35,6 @@ SMALLEST_MATRIX, LARGEST_MATRIX = 256, 8192
 """Sides of the square matrices in the matmul benchmark, doubled until a product takes `MIN_PRODUCT_S`."""
 MIN_PRODUCT_S = 0.005
 """Many times the overhead of launch and synchronization. CPUs without bf16 need seconds for large products."""
-
-
-def machine_name(device: torch.device) -> str:
-    """Return the processor and the number of usable cores; for an accelerator, its name first."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    cpu = f"{_cpu_model()}, {cores} {'core' if cores == 1 else 'cores'}"
-    return cpu if device.type == "cpu" else f"{torch.get_device_module(device).get_device_name(device)}, {cpu}"
-
-
-def _cpu_model() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() == "model name":
-                return value.strip()
-    # Not on Linux, or the table has no processor name.
-    return platform.processor() or platform.machine() or "unknown processor"
 
 
 def profile_machine(device: torch.device, directory: str | Path | None = None) -> Machine:

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from patrickstar._memory.timeline import Channel, StepTimeline, Work
 from patrickstar._schedule.placement import Tier
+from patrickstar._schedule.step_timeline import Channel, StepTimeline, Work
 from patrickstar.errors import ConfigError
 
 PROCESS = "PatrickStar"

@@ -1,6 +1,7 @@
 """Read-only part of the engine: settings, parts, statistics, predictions and records."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +11,7 @@ from patrickstar._distributed.process_group import Processes
 from patrickstar._engine.core import EngineCore
 from patrickstar._engine.inspection import Inspection, inspect
 from patrickstar._engine.recording import Recording
+from patrickstar._engine.run_log import RunLog
 from patrickstar._layout.byte_size import format_size
 from patrickstar._layout.chunk_mapping import Layout
 from patrickstar._step.stats import Stats
@@ -110,19 +112,25 @@ class EngineView:
         """
         return inspect(self._core)
 
-    def record(self) -> Recording:
-        """Record the steps inside the returned context: when each resource was busy, and what was waited for.
+    def record(self, log: RunLog | str | Path | None = None, *, steps: int = 0) -> Recording:
+        """Record the steps inside the returned context, for `patrickstar report` and for Perfetto.
 
-        The first, second, fourth, eighth step and so on have a timeline. Beside an accelerator these steps wait for it
-        at their begin and end.
+        Each step has a record of its statistics. The first, second, fourth, eighth step and so on have a timeline, too:
+        when each channel was busy, what was waited for, and where the bytes were. Beside an accelerator these steps
+        wait for it at their begin and end.
+
+        Args:
+            log: File of JSON lines, which is written step by step. Default: none.
+            steps: Number of steps of a log that are continued; the rest of the file is replaced.
 
         Returns:
-            Context with `timelines`, and with `chrome_trace(path)`, which writes them for Perfetto.
+            Context with `log(loss=...)` to add to the record of a step, `timelines`, and `chrome_trace(path)`.
 
         Raises:
+            ConfigError: The file can't be written.
             TrainingError: The engine is closed, or is being recorded.
         """
-        return Recording(self._core)
+        return Recording(self._core, log, steps)
 
     def plan(self, *args: Any, loss: Callable[[Any], torch.Tensor] | None = None, **kwargs: Any) -> "DryRunReport":
         """Predict the cost of a training step by a dry run. Nothing is computed; measuring the machine takes seconds.

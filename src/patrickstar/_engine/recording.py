@@ -1,15 +1,17 @@
-"""Recording of an engine's steps: timelines of some of them."""
+"""Recording of an engine's steps: statistics of each, and timelines of some."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from patrickstar._engine.chrome_trace import write_chrome_trace
 from patrickstar._engine.core import EngineCore
+from patrickstar._engine.run_log import RunLog, StepRecord, describe
 from patrickstar._kernels.update_rule import Span
-from patrickstar._memory.timeline import Channel, StepTimeline
+from patrickstar._schedule.step_timeline import Channel, StepTimeline
 from patrickstar.errors import TrainingError
 
 
@@ -25,10 +27,16 @@ class Recording:
         timelines: Timelines of the recorded steps, in order.
     """
 
-    def __init__(self, core: EngineCore) -> None:
+    def __init__(self, core: EngineCore, log: RunLog | str | Path | None, steps: int) -> None:
         self._core = core
+        self._log = log if isinstance(log, RunLog) else RunLog(log, steps)
+        self._owns_log = not isinstance(log, RunLog)
+        self._before = steps
         self._steps = 0
         """Steps since the recording began."""
+        self._ended_s = 0.0
+        self._record: StepRecord | None = None
+        """Record of the last step, until it is written."""
         self.timelines: list[StepTimeline] = []
 
     def __enter__(self) -> Self:
@@ -36,15 +44,20 @@ class Recording:
         if self._core.recording is not None:
             raise TrainingError("this engine is being recorded already: leave the first engine.record() before")
         self._core.recording = self
+        self._log.write_run(describe(self._core))
+        self._ended_s = self._core.manager.hardware.seconds()
         self._begin_step()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._write()
         self._core.recording = None
         self._core.kernels.observer = None
         self._core.manager.end_timeline(0)
+        if self._owns_log:
+            self._log.close()
 
     def _begin_step(self) -> None:
         if doubles(self._steps + 1):
@@ -53,12 +66,41 @@ class Recording:
 
     def end_step(self) -> None:
         """End the record of a step. The engine calls this at the end of each."""
+        self._write()
         self._steps += 1
         self._core.kernels.observer = None
-        timeline = self._core.manager.end_timeline(self._core.stats.total.steps)
+        number, now = self._before + self._steps, self._core.manager.hardware.seconds()
+        timeline = self._core.manager.end_timeline(number)
         if timeline is not None:
             self.timelines.append(timeline)
+            self._log.write_timeline(timeline)
+        self._record, self._ended_s = StepRecord(number, now - self._ended_s, self._core.stats.last), now
         self._begin_step()
+
+    def log(self, **values: float | None) -> StepRecord:
+        """Add what the engine does not know to the record of the last step, and write it.
+
+        Args:
+            **values: Of `loss`, `learning_rate`, `gradient_norm`, `tokens` and `elapsed_s`.
+
+        Returns:
+            The record. The next step writes it without these values if this is not called.
+
+        Raises:
+            TrainingError: There has been no step since the last call.
+            TypeError: There is no such value.
+        """
+        if self._record is None:
+            raise TrainingError("there is no step to log: call recording.log() after optimizer.step(), once per step")
+        record: StepRecord = replace(self._record, **values)  # type: ignore[arg-type]
+        self._record = record
+        self._write()
+        return record
+
+    def _write(self) -> None:
+        if self._record is not None:
+            self._log.write_step(self._record)
+        self._record = None
 
     def _updating(self, spans: Sequence[Span]) -> AbstractContextManager[None]:
         """Return a context that notes an update on the host."""

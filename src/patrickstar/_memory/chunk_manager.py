@@ -15,9 +15,10 @@ from patrickstar._memory.hardware import Hardware
 from patrickstar._memory.host_arena import ALIGN_BYTES, ArenaBlock
 from patrickstar._memory.host_tier import HostTier
 from patrickstar._memory.io_dispatch import IODispatch, PeerTransfers
-from patrickstar._memory.timeline import StepTimeline, Timeline
+from patrickstar._memory.timeline import Timeline
 from patrickstar._memory.vm_pool import round_up
 from patrickstar._schedule.placement import Tier
+from patrickstar._schedule.step_timeline import StepTimeline
 
 
 class ChunkManager(DevicePrefetch):

@@ -10,9 +10,10 @@ from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.disk_tier import DiskTier
 from patrickstar._memory.hardware import Hardware
 from patrickstar._memory.profiler_range import profiler_range
-from patrickstar._memory.timeline import Channel, Timeline
+from patrickstar._memory.timeline import Timeline
 from patrickstar._memory.transfer import Transfer
 from patrickstar._memory.transfer_counters import TransferCounters
+from patrickstar._schedule.step_timeline import Channel
 from patrickstar.errors import DiskError, MoveError, TrainingError
 
 

@@ -1,9 +1,8 @@
-"""Timeline of a step: the work of each channel, the waits of computation, and the memory of each chunk."""
+"""Recorder of the timeline of a step, to which the training thread and worker threads add."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from enum import StrEnum
+from dataclasses import dataclass
 
 import torch
 
@@ -11,96 +10,7 @@ from patrickstar._memory.accelerator import DeviceClock
 from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.transfer import Transfer
 from patrickstar._schedule.placement import Tier
-
-
-class Channel(StrEnum):
-    """Channel that works beside computation; a dry run's have the same names."""
-
-    TO_DEVICE = "host to device"
-    TO_HOST = "device to host"
-    DISK_READ = "disk read"
-    DISK_WRITE = "disk write"
-    UPDATE = "update on the host"
-    COLLECTIVES = "collectives"
-
-
-@dataclass(frozen=True)
-class Work:
-    """Work of a channel. Times are seconds of the hardware's clock."""
-
-    channel: Channel
-    label: str
-    """Name of the chunk, or of what else was moved or computed."""
-    nbytes: int
-    asked_s: float
-    """When it was requested."""
-    start_s: float
-    end_s: float
-    urgent: bool
-    """True if it was requested only when its bytes were needed."""
-
-
-@dataclass(frozen=True)
-class Stall:
-    """Time in which computation waited: the training thread, or beside an accelerator its stream."""
-
-    start_s: float
-    end_s: float
-    label: str
-
-
-@dataclass(frozen=True)
-class Residency:
-    """Memory of a chunk on one tier, from a time on."""
-
-    at_s: float
-    tier: Tier
-    kind: str
-    index: int
-    present: bool
-
-
-@dataclass(frozen=True)
-class Moment:
-    """Access of an operator to chunks of parameters; none once it has ended."""
-
-    at_s: float
-    number: int
-    """Number of the moment in the iteration's trace; -1 where there is none."""
-    chunks: tuple[int, ...]
-    non_model_bytes: int
-    """Non-model data on the device, as expected or measured."""
-
-
-@dataclass
-class StepTimeline:
-    """Record of one step, from the end of the step before to its own. Times are seconds of the hardware's clock.
-
-    Attributes:
-        step: Number of the step, from 1.
-        initial: Chunks with memory on a tier at the start.
-        gradients: Times from which a chunk of parameters held gradients, and at which it held parameters again.
-        phases: Times at which a part of the step began: forward, backward, step.
-        host_other: Bytes of the host tier beside chunks, from a time on.
-        disk: Bytes of the swap file that were allocated, from a time on.
-    """
-
-    step: int = 0
-    start_s: float = 0.0
-    end_s: float = 0.0
-    work: list[Work] = field(default_factory=list)
-    stalls: list[Stall] = field(default_factory=list)
-    initial: list[Residency] = field(default_factory=list)
-    residency: list[Residency] = field(default_factory=list)
-    moments: list[Moment] = field(default_factory=list)
-    gradients: list[tuple[float, int, bool]] = field(default_factory=list)
-    phases: list[tuple[float, str]] = field(default_factory=list)
-    host_other: list[tuple[float, int]] = field(default_factory=list)
-    disk: list[tuple[float, int]] = field(default_factory=list)
-
-    @property
-    def seconds(self) -> float:
-        return self.end_s - self.start_s
+from patrickstar._schedule.step_timeline import Channel, Moment, Residency, Stall, StepTimeline, Work
 
 
 @dataclass(frozen=True)
