@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 # Made last by the set-up: while it is newer than what it depends on, nothing is installed again.
 INSTALLED := $(VENV)/installed
 
-.PHONY: train test nightly nightly-all nightly-late nightly-resident nightly-strict mutations bench bench-disk gpu check format clean
+.PHONY: train test nightly nightly-all nightly-late nightly-resident nightly-strict chromium mutations bench bench-disk gpu check format clean
 
 # 89 million parameters: 1.2 GB of model data, five times the device budget.
 train: $(INSTALLED)
@@ -30,8 +30,12 @@ nightly: nightly-all nightly-late nightly-resident nightly-strict
 
 NIGHTLY := $(PYTEST) --hypothesis-profile nightly
 
-nightly-all: check
+nightly-all: check chromium
 	$(NIGHTLY) tests benchmarks/tests
+# A browser for the test of reports, which is skipped without one.
+chromium:
+	command -v chromium || apt-get install --yes --quiet chromium || echo "no Chromium: install it with apt as root"
+
 nightly-late: check
 	$(NIGHTLY) --late-copies 1 tests/autograd tests/laws/test_exactness.py
 nightly-resident: check

@@ -41,15 +41,13 @@ def step(engine: ps.Engine, number: int) -> torch.Tensor:
     return loss.detach().clone()
 
 
-def memory_of(timeline: StepTimeline, tier: Tier, sizes: dict[tuple[str, int], int]) -> list[int]:
+def memory_of(timeline: StepTimeline, tier: Tier) -> list[int]:
     """Return the bytes of chunks on a tier after each change, from the start of the step on."""
-    used, values = 0, []
-    for each in timeline.initial:
-        used += sizes[each.kind, each.index] if each.tier is tier else 0
-    values.append(used)
+    used = sum(each.nbytes for each in timeline.initial if each.tier is tier)
+    values = [used]
     for each in timeline.residency:
         if each.tier is tier:
-            used += sizes[each.kind, each.index] if each.present else -sizes[each.kind, each.index]
+            used += each.nbytes if each.present else -each.nbytes
             values.append(used)
     return values
 
@@ -71,7 +69,6 @@ def test_a_record_changes_nothing_and_agrees_with_the_statistics(tmp_path, tier)
                 stats.append(engine.stats.last)
                 used.append((manager.device_tier.used, manager.host_tier.used))
         assert manager.timeline is None
-        sizes = {key: chunk.nbytes for key, chunk in manager.chunks.items()}
         assert_same_bits(expected, engine.state_dict(), "parameters")
     assert_same_bits(plain, losses, "losses")
     assert [each.step for each in recording.timelines] == RECORDED
@@ -79,6 +76,7 @@ def test_a_record_changes_nothing_and_agrees_with_the_statistics(tmp_path, tier)
         names = ("h2d_bytes", "d2h_bytes", "evictions", "device_peak_model_bytes")
         assert [getattr(one, name) for name in names] == [getattr(other, name) for name in names]
     for timeline in recording.timelines:
+        assert StepTimeline.of_json(json.loads(json.dumps(timeline.as_json()))).as_json() == timeline.as_json()
         last = stats[timeline.step - 1]
         moved = Counter()
         for work in timeline.work:
@@ -90,9 +88,9 @@ def test_a_record_changes_nothing_and_agrees_with_the_statistics(tmp_path, tier)
         assert min(rest) >= 0 and (tier == "disk" or rest[0] == rest[1]) and (tier != "device" or rest == (0, 0))
         if timeline.step > 1:  # the first one's statistics contain the engine's construction
             assert math.isclose(sum(each.end_s - each.start_s for each in timeline.stalls), last.stall_s, abs_tol=1e-9)
-        on_device = memory_of(timeline, Tier.DEVICE, sizes)
+        on_device = memory_of(timeline, Tier.DEVICE)
         assert (on_device[-1], max(on_device)) == (used[timeline.step - 1][0], last.device_peak_model_bytes)
-        on_host = memory_of(timeline, Tier.HOST, sizes)
+        on_host = memory_of(timeline, Tier.HOST)
         assert (on_host[-1], max(on_host)) == (used[timeline.step - 1][1], last.host_peak_model_bytes)
         assert [name for _, name in timeline.phases] == ["forward", "backward", "step", ""]
         assert all(before <= after for (before, _), (after, _) in pairwise(timeline.phases))

@@ -241,6 +241,22 @@ def plan(
 
 
 @app.command()
+def report(
+    log: Annotated[Path, typer.Argument(help="Log of a run, from `train --log` or `engine.record(FILE)`.")],
+    output: Annotated[
+        Path | None, typer.Option(help="HTML file to write. Default: beside the log, with the same name.")
+    ] = None,
+    compare: Annotated[Path | None, typer.Option(help="Log of another run, to be shown on the same page.")] = None,
+    traceback: Annotated[bool, typer.Option("--traceback", help="Print the traceback of an error.")] = False,
+) -> None:
+    """Write a page that shows what a run did: memory, channels, waits, and what would make it faster."""
+    with _reported_errors(traceback):
+        from patrickstar._cli.report import report as run
+
+        run(log, output, compare, Console())
+
+
+@app.command()
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="Checkpoint of patrickstar train, or folder of checkpoints.")],
     folder: Annotated[Path, typer.Argument(help="Model folder to write: new or empty.")],

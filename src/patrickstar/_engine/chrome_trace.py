@@ -105,6 +105,5 @@ def _memory(timeline: StepTimeline) -> Iterator[Event]:
             counts[each.tier] += 1 if each.present else -1
             chunks = {f"on the {tier.value}": count for tier, count in counts.items()}
             yield {"ph": "C", "name": "chunks", "ts": each.at_s, "args": chunks}
-    for moment in timeline.moments:
-        sizes = {"bytes": moment.non_model_bytes}
-        yield {"ph": "C", "name": "non-model data on the device", "ts": moment.at_s, "args": sizes}
+    for at_s, nbytes in timeline.non_model:
+        yield {"ph": "C", "name": "non-model data on the device", "ts": at_s, "args": {"bytes": nbytes}}

@@ -75,11 +75,22 @@ class Timeline:
 
     def allocated(self, chunk: Chunk, tier: Tier) -> None:
         """Note that a chunk has memory on a tier from now on."""
-        self._result.residency.append(Residency(self.seconds(), tier, chunk.kind, chunk.index, True))
+        self._result.residency.append(Residency(self.seconds(), tier, chunk.kind, chunk.index, chunk.nbytes, True))
 
     def freed(self, chunk: Chunk, tier: Tier) -> None:
         """Note that a chunk has no memory on a tier from now on."""
-        self._result.residency.append(Residency(self.seconds(), tier, chunk.kind, chunk.index, False))
+        self._result.residency.append(Residency(self.seconds(), tier, chunk.kind, chunk.index, chunk.nbytes, False))
+
+    def non_model_bytes(self, nbytes: int, *, settled: bool) -> None:
+        """Note the bytes of non-model data on the device.
+
+        Args:
+            nbytes: Bytes that the current moment expects, or has been measured to have.
+            settled: False before room has been made for them: they are less until then.
+        """
+        notes = self._result.non_model
+        if settled or not notes or nbytes < notes[-1][1]:
+            notes.append((self.seconds(), nbytes))
 
     def host_bytes(self, other_bytes: int) -> None:
         """Note the bytes of the host tier beside chunks."""
@@ -97,9 +108,9 @@ class Timeline:
 
     # Order
 
-    def moment(self, number: int, chunks: tuple[int, ...], non_model_bytes: int) -> None:
+    def moment(self, number: int, chunks: tuple[int, ...]) -> None:
         """Note the begin of a moment."""
-        self._result.moments.append(Moment(self.seconds(), number, chunks, non_model_bytes))
+        self._result.moments.append(Moment(self.seconds(), number, chunks))
 
     def phase(self, name: str) -> None:
         """Note the begin of a part of the step."""
@@ -130,4 +141,4 @@ def _memory_of(chunk: Chunk, now: float) -> Iterator[Residency]:
     present = {Tier.DEVICE: chunk.device_bytes > 0, Tier.HOST: chunk.host is not None, Tier.DISK: chunk.disk_valid}
     for tier, has_memory in present.items():
         if has_memory:
-            yield Residency(now, tier, chunk.kind, chunk.index, True)
+            yield Residency(now, tier, chunk.kind, chunk.index, chunk.nbytes, True)

@@ -83,6 +83,8 @@ class ModelData(LocalShards, ProcessHooks):
                     error.parameter = managed_params[0].name
                     raise
         self.tracer.transfers_done()
+        if self.manager.timeline is not None:
+            self.manager.timeline.non_model_bytes(self.manager.device_tier.non_model_bytes, settled=True)
         self.pin(managed_params)
         self.residency.hold(chunks)
         if not at_rest:
@@ -92,7 +94,8 @@ class ModelData(LocalShards, ProcessHooks):
     def _begin_moment(self, chunks: tuple[int, ...], belongs: bool) -> None:
         self.tracer.begin_moment(chunks, belongs)
         if (timeline := self.manager.timeline) is not None:
-            timeline.moment(self.manager.now, chunks, self.manager.device_tier.non_model_bytes)
+            timeline.moment(self.manager.now, chunks)
+            timeline.non_model_bytes(self.manager.device_tier.non_model_bytes, settled=False)
 
     def restore_params(self, managed_params: Sequence[ManagedParam]) -> None:
         """Move out gradients that are stored in place of these parameters, and restore the parameters."""

@@ -57,6 +57,7 @@ class Residency:
     tier: Tier
     kind: str
     index: int
+    nbytes: int
     present: bool
 
 
@@ -68,8 +69,6 @@ class Moment:
     number: int
     """Number of the moment in the iteration's trace; -1 where there is none."""
     chunks: tuple[int, ...]
-    non_model_bytes: int
-    """Non-model data on the device, as expected or measured."""
 
 
 @dataclass
@@ -81,6 +80,7 @@ class StepTimeline:
         initial: Chunks with memory on a tier at the start.
         gradients: Times from which a chunk of parameters held gradients, and at which it held parameters again.
         phases: Times at which a part of the step began: forward, backward, step.
+        non_model: Bytes of non-model data on the device, as expected or measured, from a time on.
         host_other: Bytes of the host tier beside chunks, from a time on.
         disk: Bytes of the swap file that were allocated, from a time on.
     """
@@ -95,6 +95,7 @@ class StepTimeline:
     moments: list[Moment] = field(default_factory=list)
     gradients: list[tuple[float, int, bool]] = field(default_factory=list)
     phases: list[tuple[float, str]] = field(default_factory=list)
+    non_model: list[tuple[float, int]] = field(default_factory=list)
     host_other: list[tuple[float, int]] = field(default_factory=list)
     disk: list[tuple[float, int]] = field(default_factory=list)
 
@@ -116,13 +117,15 @@ class StepTimeline:
                 for each in self.work
             ],
             "stalls": [[us(each.start_s), us(each.end_s), each.label] for each in self.stalls],
-            "initial": [[each.tier.value, each.kind, each.index] for each in self.initial],
+            "initial": [[each.tier.value, each.kind, each.index, each.nbytes] for each in self.initial],
             "residency": [
-                [us(each.at_s), each.tier.value, each.kind, each.index, int(each.present)] for each in self.residency
+                [us(each.at_s), each.tier.value, each.kind, each.index, each.nbytes, int(each.present)]
+                for each in self.residency
             ],
-            "moments": [[us(each.at_s), each.number, list(each.chunks), each.non_model_bytes] for each in self.moments],
+            "moments": [[us(each.at_s), each.number, list(each.chunks)] for each in self.moments],
             "gradients": [[us(at_s), index, int(holds)] for at_s, index, holds in self.gradients],
             "phases": [[us(at_s), name] for at_s, name in self.phases],
+            "non_model": [[us(at_s), nbytes] for at_s, nbytes in self.non_model],
             "host_other": [[us(at_s), nbytes] for at_s, nbytes in self.host_other],
             "disk": [[us(at_s), nbytes] for at_s, nbytes in self.disk],
         }
@@ -150,16 +153,17 @@ class StepTimeline:
                 for channel, label, nbytes, asked, start, end, urgent in data["work"]
             ],
             stalls=[Stall(seconds(start), seconds(end), label) for start, end, label in data["stalls"]],
-            initial=[Residency(0.0, Tier(tier), kind, index, True) for tier, kind, index in data["initial"]],
+            initial=[
+                Residency(0.0, Tier(tier), kind, index, nbytes, True) for tier, kind, index, nbytes in data["initial"]
+            ],
             residency=[
-                Residency(seconds(at), Tier(tier), kind, index, bool(present))
-                for at, tier, kind, index, present in data["residency"]
+                Residency(seconds(at), Tier(tier), kind, index, nbytes, bool(present))
+                for at, tier, kind, index, nbytes, present in data["residency"]
             ],
-            moments=[
-                Moment(seconds(at), number, tuple(chunks), nbytes) for at, number, chunks, nbytes in data["moments"]
-            ],
+            moments=[Moment(seconds(at), number, tuple(chunks)) for at, number, chunks in data["moments"]],
             gradients=[(seconds(at), index, bool(holds)) for at, index, holds in data["gradients"]],
             phases=pairs(data["phases"]),
+            non_model=pairs(data["non_model"]),
             host_other=pairs(data["host_other"]),
             disk=pairs(data["disk"]),
         )

@@ -1,0 +1,1 @@
+"""Reports: pages that show what runs did, from their logs."""

@@ -1,0 +1,197 @@
+"""Page of a report: one HTML file with all pictures, which needs no network."""
+
+import html
+import json
+from collections.abc import Iterable, Sequence
+from importlib.resources import files
+from pathlib import Path
+from statistics import median
+from string import Template
+from typing import Any
+
+from patrickstar._layout.byte_size import format_size
+from patrickstar._report.advice import advice
+from patrickstar._report.figures import (
+    CURVES,
+    Figure,
+    channels_figure,
+    memory_figure,
+    residency_figure,
+    steps_figure,
+)
+from patrickstar._report.memory_curves import memory_curves
+from patrickstar._report.run_file import Run
+from patrickstar._report.stalls import NamedStall, longest, named_stalls, stalled_s
+from patrickstar._schedule.placement import Tier
+from patrickstar._schedule.step_timeline import StepTimeline
+from patrickstar.errors import ConfigError
+
+ASSETS = files("patrickstar._report") / "assets"
+
+PICTURES = {
+    "channels": ("Channels and waits", "When each channel was busy, and what computation waited for."),
+    "device": ("Device memory", "What is on the device at each time, under its budget."),
+    "host": ("Host memory", "What is in host memory at each time, under its budget."),
+    "residency": ("Where the parameters are", "One row per chunk. Hover to see its parameters."),
+}
+"""Title and explanation of each picture of a step."""
+TITLES = {
+    "loss": "Loss",
+    "seconds": "Time of a step",
+    "bytes": "Bytes moved",
+    "evictions": "Evictions",
+    "staleness": "Staleness",
+}
+EXPLANATIONS = {
+    "loss": "The training loss, as it was logged.",
+    "seconds": "How long a step took, and how much of it computation waited for transfers.",
+    "bytes": "Between the tiers, and to other processes.",
+    "evictions": "Chunks that left the device to make room.",
+    "staleness": "Updates that the parameters of a step's forward did not contain yet.",
+}
+
+
+SHOWN = 6
+"""Largest number of timelines of a run on a page, so that it stays small."""
+
+
+def write_report(runs: Sequence[Run], path: Path) -> None:
+    """Write the page of a run, or of two that are compared.
+
+    Raises:
+        ConfigError: The file can't be written.
+    """
+    text = page(runs)
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"the report {path} can't be written: {error.strerror}; choose another --output") from error
+
+
+def page(runs: Sequence[Run]) -> str:
+    """Return the page as HTML."""
+    figures: dict[str, Figure] = {}
+    body = [_section(run, number, figures) for number, run in enumerate(runs)]
+    body.append(_steps_section(runs, figures))
+    title = " and ".join(run.description["model"] for run in runs)
+    return Template(_asset("page.html")).substitute(
+        title=html.escape(f"{title}: report"),
+        css=_asset("page.css"),
+        plotly=_asset("plotly-cartesian.min.js"),
+        script=_asset("page.js"),
+        figures=json.dumps(figures, separators=(",", ":")).replace("</", "<\\/"),
+        body="\n".join(body),
+    )
+
+
+def _asset(name: str) -> str:
+    return (ASSETS / name).read_text(encoding="utf-8")
+
+
+def _section(run: Run, number: int, figures: dict[str, Figure]) -> str:
+    about, names = run.description, run.names
+    parts = [f"<h1>{html.escape(about['model'])}</h1>", f'<p class="about">{html.escape(_about(run))}</p>']
+    parts.append(_cards(run))
+    if not run.timelines:
+        parts.append("<p>No step of this run was recorded.</p>")
+        return f"<section>{''.join(parts)}</section>"
+    options, steps = [], []
+    for timeline in _shown(run.timelines):
+        key = f"run{number}-step{timeline.step}"
+        last = timeline is run.timelines[-1]
+        stalls = named_stalls(timeline, names)
+        options.append(f'<option value="{key}"{" selected" if last else ""}>{timeline.step}</option>')
+        figures[f"{key}-channels"] = channels_figure(run, timeline)
+        figures[f"{key}-device"] = memory_figure(run, timeline, Tier.DEVICE)
+        figures[f"{key}-host"] = memory_figure(run, timeline, Tier.HOST)
+        figures[f"{key}-residency"] = residency_figure(run, timeline)
+        steps.append(_step(key, run, timeline, stalls, last))
+    parts.append(
+        f'<div class="choice"><label for="step{number}">Recorded step</label>'
+        f'<select id="step{number}" data-group="run{number}">{"".join(options)}</select></div>'
+    )
+    return f"<section>{''.join(parts + steps)}</section>"
+
+
+def _shown(timelines: Sequence[StepTimeline]) -> Sequence[StepTimeline]:
+    """Return the first timeline, of the step that was traced, and the last ones."""
+    return timelines if len(timelines) <= SHOWN else [timelines[0], *timelines[1 - SHOWN :]]
+
+
+def _about(run: Run) -> str:
+    about = run.description
+    processes = f", {about['processes']} processes" if about["processes"] > 1 else ""
+    disk = ", disk" if about["disk"] is not None else ""
+    return (
+        f"{about['parameters']:,} parameters, {about['precision']} on {about['device']}{processes}; budgets: device "
+        f"{format_size(about['device_budget_bytes'])}, host {format_size(about['host_budget_bytes'])}{disk}. "
+        f"{about['machine']}. {about['started']}. {run.path.name}"
+    )
+
+
+def _cards(run: Run) -> str:
+    about = run.description
+    later = run.steps[len(run.steps) // 2 :]
+    seconds = median(step["elapsed_s"] for step in later)
+    stalled = median(step["stall_s"] for step in later)
+    tokens = [step["tokens"] / step["elapsed_s"] for step in later if step.get("tokens")]
+    losses = [step["loss"] for step in run.steps if step.get("loss") is not None]
+    peak = max((memory_curves(each, Tier.DEVICE).peak for each in run.timelines), default=0)
+    ratio = about["model_data_bytes"] / about["device_budget_bytes"]
+    cards = [
+        ("step", f"{seconds:.3g} s", "median of the second half"),
+        *([("speed", f"{median(tokens):,.0f} tokens/s", "median of the second half")] if tokens else []),
+        ("waiting", f"{stalled / seconds:.0%}", "of a step, for transfers"),
+        ("model data", format_size(about["model_data_bytes"]), f"{ratio:.1f} times the device budget"),
+        *([("device peak", format_size(peak), f"of {format_size(about['device_budget_bytes'])}")] if peak else []),
+        *([("loss", f"{losses[-1]:.4f}", f"{losses[0]:.4f} in the first step")] if losses else []),
+    ]
+    return '<dl class="cards">' + "".join(map(_card, cards)) + "</dl>"
+
+
+def _card(card: tuple[str, str, str]) -> str:
+    name, value, note = map(html.escape, card)
+    return f"<div><dt>{name}</dt><dd>{value}<small>{note}</small></dd></div>"
+
+
+def _step(key: str, run: Run, timeline: StepTimeline, stalls: Sequence[NamedStall], shown: bool) -> str:
+    sentences = "".join(f"<li>{html.escape(text)}</li>" for text in advice(run, timeline, stalls))
+    pictures = "".join(_picture(f"{key}-{name}", *texts) for name, texts in PICTURES.items())
+    rows = [
+        (f"{1e3 * each.seconds:.2f}", each.parameter, each.channel, each.reason[:1].upper() + each.reason[1:])
+        for each in longest(stalls)
+    ]
+    table = _table(("ms", "waited for", "channel", "why"), rows) if rows else "<p>Computation waited for nothing.</p>"
+    summary = f"Step {timeline.step} took {timeline.seconds:.3f} s; computation waited {stalled_s(stalls):.3f} s of it."
+    return (
+        f'<div class="step" id="{key}" data-group="{key.partition("-")[0]}"{"" if shown else " hidden"}>'
+        f"<h2>What would make it faster</h2><p>{summary}</p><ul>{sentences}</ul>{pictures}"
+        f"<h2>Longest waits</h2>{table}</div>"
+    )
+
+
+def _picture(key: str, title: str, explanation: str) -> str:
+    picture = f'<div class="picture" data-figure="{key}" role="img" aria-labelledby="{key}-title"></div>'
+    return (
+        f'<figure><figcaption><h2 id="{key}-title">{html.escape(title)}</h2><p>{html.escape(explanation)}</p>'
+        f'</figcaption><ul class="key"></ul>{picture}</figure>'
+    )
+
+
+def _steps_section(runs: Sequence[Run], figures: dict[str, Figure]) -> str:
+    pictures = []
+    for name in CURVES:
+        figure = steps_figure(runs, name)
+        if figure is not None:
+            figures[f"steps-{name}"] = figure
+            pictures.append(_picture(f"steps-{name}", TITLES[name], EXPLANATIONS[name]))
+    return f'<section><h1>All steps</h1><div class="grid">{"".join(pictures)}</div></section>'
+
+
+def _table(columns: Iterable[str], rows: Iterable[Sequence[Any]]) -> str:
+    head = "".join(f'<th scope="col">{html.escape(column)}</th>' for column in columns)
+    body = "".join("<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)
+    return (
+        f'<div class="table" tabindex="0" role="region" aria-label="Table of waits"><table><thead><tr>{head}</tr>'
+        f"</thead><tbody>{body}</tbody></table></div>"
+    )

@@ -1,0 +1,194 @@
+"""`patrickstar report`: the page of a run, in a browser too where there is one."""
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from patrickstar._cli.main import app
+from patrickstar._report.memory_curves import memory_curves
+from patrickstar._report.page import SHOWN
+from patrickstar._report.run_file import read_run
+from patrickstar._report.stalls import named_stalls, stalled_s
+from patrickstar._schedule.placement import Tier
+
+CONFIG = {"model_type": "gpt2", "n_layer": 4, "n_embd": 64, "n_head": 2, "n_positions": 64, "vocab_size": 300}
+CONFIG |= {"bos_token_id": 0, "eos_token_id": 0}
+STEPS = 8
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the log of a run whose model data is larger than the budgets."""
+    folder = tmp_path_factory.mktemp("run")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        (folder / "text.py").write_text("".join(f"def f{i}(x):\n    return x + {i}\n" for i in range(200)))
+        (folder / "model.json").write_text(json.dumps(CONFIG))
+        options = ["--model", folder / "model.json", "--data", folder / "text.py", "--sequence", 32, "--batch", 2]
+        options += ["--steps", STEPS, "--device", "cpu", "--device-memory", "1550KiB", "--host-memory", "8MiB"]
+        options += ["--chunk-size", "64KiB", "--log", folder / "log.jsonl", "--quiet"]
+        result = CliRunner().invoke(app, ["train", *map(str, options)])
+        assert result.exit_code == 0, result.output
+    return folder / "log.jsonl"
+
+
+def report(*options: object) -> Any:
+    return CliRunner().invoke(app, ["report", *map(str, options)])
+
+
+def test_what_is_read_is_what_the_run_did(log: Path) -> None:
+    run = read_run(log)
+    assert [step["step"] for step in run.steps] == list(range(1, STEPS + 1))
+    assert [timeline.step for timeline in run.timelines] == [1, 2, 4, 8]
+    assert run.steps[-1]["h2d_bytes"] > 0
+    for timeline in run.timelines:
+        last = run.steps[timeline.step - 1]
+        device, host = (memory_curves(timeline, tier) for tier in (Tier.DEVICE, Tier.HOST))
+        assert device.peak <= run.description["device_budget_bytes"]
+        assert host.peak <= run.description["host_budget_bytes"]
+        assert all(min(values) >= 0 for curves in (device, host) for values in curves.values.values())
+        assert device.peak >= last["device_peak_model_bytes"]
+        assert device.values["gradients"][0] == 0 and max(device.values["gradients"]) > 0
+        stalls = named_stalls(timeline, run.names)
+        assert stalled_s(stalls) <= sum(stall.seconds for stall in stalls)
+        assert all(stall.reason for stall in stalls)
+    names = {name for each in run.names.values() for name in each}
+    assert "transformer.h.0.attn.c_attn.weight" in names
+
+
+def test_a_page_needs_no_network_and_has_units(log: Path, tmp_path: Path) -> None:
+    done = report(log, "--output", tmp_path / "page.html")
+    assert done.exit_code == 0, done.output
+    assert str(tmp_path / "page.html") in done.output.replace("\n", "")
+    text = (tmp_path / "page.html").read_text()
+    assert len(text) < 5 << 20
+    outside = re.sub(r"<script>/\*\*.*?</script>", "", text, flags=re.DOTALL)  # the library has addresses of its own
+    assert not re.search(r"""(src|href)=|url\(|https?://""", outside)
+    figures = json.loads(re.search(r'<script id="figures" type="application/json">(.*?)</script>', text, re.DOTALL)[1])
+    assert set(figures) >= {f"run0-step8-{name}" for name in ("channels", "device", "host", "residency")}
+    for name, figure in figures.items():
+        axes = [figure["layout"][axis] for axis in ("xaxis", "yaxis")]
+        titles = [axis["title"]["text"] for axis in axes if "title" in axis]
+        assert titles, name
+        assert all(", " in title or title == "chunks" for title in titles), titles
+
+
+def test_two_runs_are_compared(log: Path, tmp_path: Path) -> None:
+    done = report(log, "--compare", log, "--output", tmp_path / "page.html")
+    assert done.exit_code == 0, done.output
+    text = (tmp_path / "page.html").read_text()
+    assert text.count("<h1>GPT2LMHeadModel</h1>") == 2
+    assert "log.jsonl: loss" in text
+
+
+def test_the_log_of_a_killed_run_is_read(log: Path, tmp_path: Path) -> None:
+    cut = tmp_path / "cut.jsonl"
+    text = log.read_text()
+    cut.write_text(text[: text.index('"kind": "step", "step": 3') + 60])
+    assert [step["step"] for step in read_run(cut).steps] == [1, 2]
+    assert report(cut).exit_code == 0
+    assert cut.with_suffix(".html").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (None, r"can't be read: No such file"),
+        ("", "lacks the description of a run; write one with"),
+        ("[1]\n{}\n", "line 1 of .* is no record of a run"),
+        ('{"kind": "run", "format": 9}\n{}\n', "its format is 9, and this version reads 1"),
+        ('{"kind": "nothing"}\n{}\n', "there is no kind of record 'nothing'"),
+    ],
+)
+def test_what_is_no_log_is_refused(text: str | None, told: str, tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    if text is not None:
+        path.write_text(text)
+    done = report(path)
+    assert done.exit_code == 2
+    assert re.search(told, done.stderr), done.stderr
+    assert not path.with_suffix(".html").exists()
+
+
+def test_a_page_that_can_not_be_written_is_named(log: Path, tmp_path: Path) -> None:
+    done = report(log, "--output", tmp_path / "missing" / "page.html")
+    assert done.exit_code == 2
+    assert "page.html can't be written: No such file or directory; choose another --output" in done.stderr
+
+
+def test_many_timelines_are_thinned(log: Path) -> None:
+    run = read_run(log)
+    assert len(run.timelines) < SHOWN
+    for timeline in run.timelines:
+        for tier in (Tier.DEVICE, Tier.HOST):
+            curves = memory_curves(timeline, tier)
+            assert curves.times == sorted(curves.times)
+            assert curves.times[-1] == timeline.end_s
+
+
+@pytest.fixture
+def page(log: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Open the page of the run in Chromium, with the theme and the width of the parameter."""
+    if CHROMIUM is None:
+        pytest.skip("Chromium is not installed: apt install chromium")
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="playwright is not installed: pip install playwright"
+    )
+    scheme, width = request.param
+    assert report(log, "--output", tmp_path / "page.html").exit_code == 0
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        opened = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme).new_page()
+        opened.problems = []
+        opened.on("console", lambda message: opened.problems.append(message.text) if message.type == "error" else None)
+        opened.on("pageerror", lambda error: opened.problems.append(str(error)))
+        opened.on("request", lambda asked: None if asked.url.startswith("file:") else opened.problems.append(asked.url))
+        opened.goto((tmp_path / "page.html").as_uri())
+        opened.wait_for_selector(".picture .main-svg")
+        yield opened
+        browser.close()
+
+
+VIEWS = [("light", 1280), ("dark", 390)]
+
+
+@pytest.mark.parametrize("page", VIEWS, indirect=True, ids=["light and wide", "dark and narrow"])
+def test_browser(page: Any) -> None:
+    """Every picture is drawn, a chunk's parameters show on hover, keys work, and axe finds no violation."""
+    drawn = page.locator(".picture:visible")
+    assert drawn.count() >= 8
+    for number in range(drawn.count()):
+        picture = drawn.nth(number)
+        assert picture.locator(".main-svg").count() > 0
+        assert picture.locator(".trace, .hm, .bars, .scatterlayer, .heatmaplayer image").count() > 0
+    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), (
+        "the page is wider than the window"
+    )
+    heat = page.locator(".picture[data-figure$=residency]:visible .nsewdrag")
+    heat.scroll_into_view_if_needed()
+    box = heat.bounding_box()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 3)
+    page.wait_for_selector(".hoverlayer .hovertext")
+    assert "transformer." in page.locator(".hoverlayer .hovertext").first.text_content()
+    before = page.evaluate("document.documentElement.dataset.theme")
+    page.keyboard.press("Escape")
+    page.locator("#theme").focus()
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.documentElement.dataset.theme") != before
+    page.locator("#step0").focus()
+    page.keyboard.press("ArrowUp")
+    assert page.locator("#run0-step4").is_visible() and not page.locator("#run0-step8").is_visible()
+    page.wait_for_selector("#run0-step4 .picture .main-svg")
+    axe = pytest.importorskip(
+        "axe_core_python.sync_playwright", reason="axe is not installed: pip install axe-core-python"
+    )
+    found = axe.Axe().run(page)
+    assert [(each["id"], each["nodes"][0]["html"]) for each in found["violations"]] == []
+    assert page.problems == []
