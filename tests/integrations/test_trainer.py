@@ -10,6 +10,7 @@ from probes import loss_scaler_of
 from transformers import BertConfig, BertForSequenceClassification, GPT2LMHeadModel, TrainerCallback
 
 import patrickstar as ps
+from patrickstar._report.run_file import read_run
 from patrickstar.errors import BudgetError, ConfigError, ModelError, TrainingError
 from patrickstar.integrations.transformers import Trainer
 from patrickstar.testing import assert_same_bits
@@ -243,6 +244,41 @@ def test_fp16_overflow_skips_the_step(tmp_path):
     trainer.train()
     assert seen == [(0.0, 1)] * 3
     close(trainer)
+
+
+def test_a_recorded_training_has_the_same_losses(tmp_path):
+    """A log of steps and timelines, which a resumed training continues, and a recording that ends by an error."""
+    found = []
+    for log in (None, tmp_path / "log.jsonl"):
+        one = Stressed(
+            gpt2(), arguments(tmp_path / f"{log is None}", max_steps=5), train_dataset=texts(), config=BUDGET
+        )
+        if log is not None:
+            one.record(log)
+        one.train()
+        found.append([entry["loss"] for entry in logged(one) if "loss" in entry])
+        close(one)
+    run = read_run(tmp_path / "log.jsonl")
+    assert found[0] == found[1] == [step["loss"] for step in run.steps] and len(found[0]) == 5
+    assert [timeline.step for timeline in run.timelines] == [1, 2, 4]
+    assert all(step["learning_rate"] >= 0 and step["gradient_norm"] > 0 for step in run.steps)
+
+    class Broken(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if not again.failed:
+                again.failed = True
+                raise RuntimeError("in the middle")
+
+    again = Stressed(
+        gpt2(), arguments(tmp_path, max_steps=2), train_dataset=texts(), config=BUDGET, callbacks=[Broken()]
+    )
+    again.failed = False
+    again.record(tmp_path / "again.jsonl")
+    with pytest.raises(RuntimeError, match="in the middle"):
+        again.train()
+    again.train()
+    assert [step["step"] for step in read_run(tmp_path / "again.jsonl").steps] == [1, 2]
+    close(again)
 
 
 def test_transformers_loads_the_saved_model(tmp_path):

@@ -23,6 +23,7 @@ from patrickstar.integrations._weight_files import save_weights
 from patrickstar.integrations.transformers import _training_args as training_args
 from patrickstar.integrations.transformers._checkpoint_folders import CheckpointFolders
 from patrickstar.integrations.transformers._distributed_config import ModelParallelism, distributed_config
+from patrickstar.integrations.transformers._record_callback import RecordCallback
 from patrickstar.integrations.transformers._saved_weights import (
     is_adapted,
     make_savable,
@@ -94,6 +95,14 @@ class Trainer(transformers.Trainer):
             BudgetError, ConfigError, ModelError: As `patrickstar.initialize`.
         """
         return initialize(model, config, mesh=self.mesh, frozen=self.frozen_modules)[0]
+
+    def record(self, log: str | Path) -> None:
+        """Record the steps of later calls of `train()`, for `patrickstar report`; see `Engine.record`.
+
+        Args:
+            log: File of JSON lines. A resumed training continues it.
+        """
+        self.add_callback(RecordCallback(lambda: self.engine, log))
 
     @property
     def mesh(self) -> "DeviceMesh | None":

@@ -1,0 +1,54 @@
+"""Callback of the Trainer that records the steps of training in a run's log."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from patrickstar._engine.engine import Engine
+from patrickstar._engine.recording import Recording
+
+
+class RecordCallback(TrainerCallback):
+    """Recording of each call of `train()`. See `Trainer.record`.
+
+    Args:
+        engine: Returns the engine that trains.
+        log: File of the run's log.
+    """
+
+    def __init__(self, engine: Callable[[], Engine], log: str | Path) -> None:
+        self._engine = engine
+        self._log = log
+        self._recording: Recording | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Begin to record; a resumed run continues its log."""
+        self.on_train_end(args, state, control)  # of a training that ended by an error
+        log = self._log if state.is_world_process_zero else None
+        self._recording = self._engine().record(log, steps=state.global_step)
+        self._recording.__enter__()
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Add loss, learning rate and norm to the record of the step, if it is logged."""
+        if self._recording is not None and logs is not None and "loss" in logs:
+            names = {"loss": "loss", "learning_rate": "learning_rate", "gradient_norm": "grad_norm"}
+            self._recording.log(**{name: float(logs[key]) for name, key in names.items() if key in logs})
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """End the recording."""
+        if self._recording is not None:
+            self._recording.__exit__(None, None, None)
+            self._recording = None
