@@ -6,6 +6,7 @@ import math
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -248,17 +249,20 @@ def test_numbers_that_are_not_finite_are_null_in_the_log(tmp_path: Path) -> None
     assert "steps" not in record
 
 
-def test_progress_is_plain_lines_in_a_file_and_one_line_in_a_terminal() -> None:
+def test_progress_is_plain_lines_in_a_file_and_a_bar_in_a_terminal() -> None:
+    stats = StepStats(steps=1, disk_bytes=5 << 20, stall_s=0.1, host_peak_model_bytes=3 << 20)
     for terminal in (False, True):
         out = io.StringIO()
-        with Progress(Console(file=out, force_terminal=terminal, width=60), 10, 2**30) as progress:
-            progress.show(RECORD)
-            progress.show(RECORD)
+        with Progress(Console(file=out, force_terminal=terminal, width=150), 10, 2**30) as progress:
+            progress.show(replace(RECORD, stats=stats))
+            progress.show(replace(RECORD, step=4, stats=stats))
         shown = out.getvalue()
-        assert "step  3/10  loss 2.5000  1,024 tokens/s" in shown
+        figures = "loss 2.5000  1,024 tokens/s  device 0 B + 0 B of 1.00 GiB  host 3.00 MiB  disk 5.00 MiB  moved 0 B"
+        assert f"{figures}  waiting 20%" in shown
         assert ("\x1b" in shown) is terminal
-        # A file gets whole lines, a terminal one that fits and is drawn over.
-        assert shown.count("device 0 B + 0 B of 1.00 GiB  moved 0 B\n") == (0 if terminal else 2)
+        # A file gets whole lines, a terminal a bar that is drawn over, with the time that is left.
+        assert shown.count(f"step  3/10  {figures}") == (0 if terminal else 1)
+        assert ("0:00:03 left" in shown) is terminal
 
 
 def test_quiet_progress_shows_nothing() -> None:

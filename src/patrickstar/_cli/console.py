@@ -1,10 +1,15 @@
 """Output on the console: plain text, named rows, and the progress line and summary of a training run."""
 
+from collections import deque
+from datetime import timedelta
+from statistics import median
 from types import TracebackType
 from typing import Self
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
 from rich.text import Text
 
 from patrickstar._cli.summary import Summary
@@ -13,7 +18,13 @@ from patrickstar._layout.byte_size import format_size
 from patrickstar.integrations._meshes import MeshSizes
 
 # Printed once, so that the progress line fits a terminal.
-LEGEND = "device: peak model data + peak non-model data of the budget; moved: bytes to and from the device in the step"
+LEGEND = (
+    "device: peak model data + peak non-model data of the budget; host: peak; disk: bytes stored; moved: bytes to and "
+    "from the device in the step; waiting: share of the step's time for transfers"
+)
+RECENT_STEPS = 20
+"""Number of steps whose median time gives the time that is left."""
+BAR_WIDTH = 30
 
 
 def print_text(console: Console, text: str) -> None:
@@ -29,23 +40,35 @@ def print_row(console: Console, name: str, text: str, advice: str | None = None)
 
 
 class Progress:
-    """Progress display: one live line in a terminal, else one plain line per step; nothing if ``quiet``."""
+    """Progress display: a live bar and figures in a terminal, else one plain line per step; nothing if ``quiet``.
+
+    Args:
+        console: Where to print.
+        steps: Number of the last step.
+        device_budget_bytes: Budget of the device, to be compared with what is used.
+        quiet: Show nothing.
+    """
 
     def __init__(self, console: Console, steps: int, device_budget_bytes: int, quiet: bool = False) -> None:
         self._console = console
         self._steps = steps
         self._device_budget_bytes = device_budget_bytes
         self._quiet = quiet
+        self._seconds: deque[float] = deque(maxlen=RECENT_STEPS)
         # Refreshed manually once per step, so that no thread draws while the step computes.
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal and not quiet else None
 
     def show(self, record: StepRecord) -> None:
-        """Update the live line, or print a new line."""
-        line = Text(self._line(record), no_wrap=True, overflow="ellipsis")
+        """Update the live display, or print a new line."""
+        assert record.loss is not None and record.tokens is not None, "the training loop logs them"
+        self._seconds.append(record.elapsed_s)
+        head, figures = self._step(record), self._figures(record)
         if self._live is not None:
-            self._live.update(line, refresh=True)
+            bar = Table.grid(padding=(0, 1))
+            bar.add_row(head, ProgressBar(self._steps, record.step, width=BAR_WIDTH), self._time_left(record))
+            self._live.update(Group(bar, Text("  ".join(figures), no_wrap=True, overflow="ellipsis")), refresh=True)
         elif not self._quiet:
-            print_text(self._console, line.plain)
+            print_text(self._console, "  ".join((head, *figures)))
 
     def __enter__(self) -> Self:
         if self._live is not None:
@@ -58,19 +81,24 @@ class Progress:
         if self._live is not None:
             self._live.stop()
 
-    def _line(self, record: StepRecord) -> str:
-        assert record.loss is not None and record.tokens is not None, "the training loop logs them"
+    def _step(self, record: StepRecord) -> str:
+        return f"step {record.step:>{len(str(self._steps))}}/{self._steps}"
+
+    def _time_left(self, record: StepRecord) -> str:
+        left_s = round((self._steps - record.step) * median(self._seconds))
+        return f"{timedelta(seconds=left_s)} left"
+
+    def _figures(self, record: StepRecord) -> tuple[str, ...]:
         stats = record.stats
-        width = len(str(self._steps))
-        return "  ".join(
-            (
-                f"step {record.step:>{width}}/{self._steps}",
-                f"loss {record.loss:.4f}",
-                f"{record.tokens / record.elapsed_s:,.0f} tokens/s",
-                f"device {format_size(stats.device_peak_model_bytes)}"
-                f" + {format_size(stats.device_peak_non_model_bytes)} of {format_size(self._device_budget_bytes)}",
-                f"moved {format_size(stats.h2d_bytes + stats.d2h_bytes)}",
-            )
+        return (
+            f"loss {record.loss:.4f}",
+            f"{(record.tokens or 0) / record.elapsed_s:,.0f} tokens/s",
+            f"device {format_size(stats.device_peak_model_bytes)}"
+            f" + {format_size(stats.device_peak_non_model_bytes)} of {format_size(self._device_budget_bytes)}",
+            f"host {format_size(stats.host_peak_model_bytes + stats.host_peak_non_model_bytes)}",
+            *([f"disk {format_size(stats.disk_bytes)}"] if stats.disk_bytes else []),
+            f"moved {format_size(stats.h2d_bytes + stats.d2h_bytes)}",
+            f"waiting {stats.stall_s / record.elapsed_s:.0%}",
         )
 
 
