@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from patrickstar._cli.model_source import find_model
+from patrickstar._cli.open_models import OPEN_MODELS, find_open_model
 from patrickstar._cli.presets import EXPERT_PRESETS, PRESETS, T5_PRESETS
 from patrickstar._perf_model.experts import Experts
 from patrickstar._perf_model.t5_costs import T5
@@ -102,6 +103,42 @@ def test_a_preset_with_experts_has_experts_and_plans(name: str) -> None:
     assert round(sum(parameter.numel() for parameter in model.parameters()) / 1e6) == millions
     assert model.config.num_local_experts == EXPERT_PRESETS[name].experts
     assert model.tp_plan and model.ep_plan
+
+
+QUICK = ("llama-3-8b", "qwen3-0.6b")
+OPEN = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in OPEN_MODELS]
+
+
+@pytest.mark.parametrize("name", OPEN)
+def test_an_open_model_has_its_published_number_of_parameters(name: str) -> None:
+    build, weights = find_model(name).open(activation_checkpointing=False)
+    assert callable(build) and weights is None
+    with torch.device("meta"):
+        model: Any = build()
+    assert sum(parameter.numel() for parameter in model.parameters()) == OPEN_MODELS[name].params
+
+
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        ("meta-llama/Meta-Llama-3-8B-Instruct", "llama-3-8b"),
+        ("Llama-3.1-8B", "llama-3-8b"),
+        ("llama2-7b-hf", "llama-2-7b"),
+        ("Qwen/Qwen2.5-7B", "qwen2.5-7b"),
+        ("qwen-3-8b", "qwen3-8b"),
+        ("mistralai/Mixtral-8x7B-v0.1", "mixtral-8x7b"),
+        ("google/gemma-2-9b-it", "gemma-2-9b"),
+        ("microsoft/Phi-3-mini-4k-instruct", "phi-3-mini"),
+    ],
+)
+def test_an_open_model_is_found_as_people_write_it(written: str, name: str) -> None:
+    assert find_open_model(written) is OPEN_MODELS[name]
+
+
+def test_a_model_that_is_unknown_is_not_another() -> None:
+    assert find_open_model("llama-3-9b") is None
+    with pytest.raises(ModelError, match=r"there is no model 'Llama-3-9B'.*did you mean llama-3-8b\?"):
+        find_model("Llama-3-9B")
 
 
 @pytest.mark.parametrize("name", T5_PRESETS)

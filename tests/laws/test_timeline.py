@@ -166,7 +166,8 @@ def test_mistakes(tmp_path):
     with pytest.raises(RuntimeError, match="in the middle"), engine.record():
         raise RuntimeError("in the middle")
     assert manager_of(engine).timeline is None
-    step(engine, 1)
-    engine.close()
+    with engine.record():
+        step(engine, 1)
+        engine.close()
     with pytest.raises(TrainingError, match="closed"), engine.record():
         pass

@@ -44,7 +44,8 @@ def train(
         ),
     ] = None,
     model: Annotated[
-        str, typer.Option(help="Preset such as gpt-40m, config .json file, or local model folder.")
+        str,
+        typer.Option(help="Preset such as gpt-40m, open model such as llama-3.2-1b, config .json file, or folder."),
     ] = "gpt-10m",
     vocab_size: Annotated[
         int | None, typer.Option(min=257, help="Vocabulary size in tokens. Default: that of the model.")
@@ -196,7 +197,9 @@ def train(
 
 @app.command()
 def plan(
-    model: Annotated[str, typer.Option(help="Preset such as gpt-12b, config.json, or local model folder.")] = "gpt-12b",
+    model: Annotated[
+        str, typer.Option(help="Preset such as gpt-12b, open model such as llama-3-8b, config.json, or folder.")
+    ] = "gpt-12b",
     machine: Annotated[
         str, typer.Option(help="Built-in machine such as 8xV100-32GB, TOML file, or 'here' to measure this one.")
     ] = "8xV100-32GB",

@@ -14,6 +14,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from patrickstar._cli.open_models import OPEN_MODELS, find_open_model
 from patrickstar._cli.presets import EXPERT_PRESETS, MOE_PRESETS, PRESETS, T5_PRESETS
 from patrickstar._cli.tokenizer import Vocabulary
 from patrickstar.errors import ConfigError, ModelError
@@ -66,10 +67,10 @@ class ModelSource:
 
 
 def find_model(name: str, vocab_size: int | None = None) -> ModelSource:
-    """Find a model by preset name, ``.json`` configuration file, or folder with safetensors.
+    """Find a model by name, ``.json`` configuration file, or folder with safetensors.
 
     Args:
-        name: Preset name or path.
+        name: Name of a preset or of a well-known open model, which gets random weights, or path.
         vocab_size: Replaces the vocabulary size of the model; must match the weights of a folder.
 
     Raises:
@@ -77,7 +78,7 @@ def find_model(name: str, vocab_size: int | None = None) -> ModelSource:
         ConfigError: ``vocab_size`` differs from that of the weights.
     """
     path = Path(name)
-    preset = PRESETS.get(name) or EXPERT_PRESETS.get(name)
+    preset = PRESETS.get(name) or EXPERT_PRESETS.get(name) or (None if path.exists() else find_open_model(name))
     if preset is not None:
         config: PreTrainedConfig = preset.config()
     elif path.is_dir():
@@ -103,13 +104,13 @@ def find_model(name: str, vocab_size: int | None = None) -> ModelSource:
 def _unknown(name: str) -> str:
     if name in T5_PRESETS:
         return f"{name} is a preset of `patrickstar plan` only: a T5 has an encoder, and is no causal language model"
-    known = [*PRESETS, *EXPERT_PRESETS]
+    known = [*PRESETS, *EXPERT_PRESETS, *OPEN_MODELS]
     if name in MOE_PRESETS:
         return (
             f"{name} is a preset of `patrickstar plan` only; to train experts, use {', '.join(EXPERT_PRESETS)}, or a "
             f"model's configuration or folder"
         )
-    matches = get_close_matches(name, known, n=1)
+    matches = get_close_matches(name.lower(), known, n=1)
     hint = f"did you mean {matches[0]}?" if matches else f"the presets are {', '.join(known)}"
     return f"there is no model {name!r}: it is neither a preset nor a config file nor a model folder; {hint}"
 

@@ -6,6 +6,7 @@ from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 
+from patrickstar._cli.open_models import OPEN_MODELS, find_open_model
 from patrickstar._cli.presets import EXPERT_PRESETS, MOE_PRESETS, PRESETS, T5_PRESETS
 from patrickstar._perf_model.experts import Experts
 from patrickstar._perf_model.gpt_costs import Gpt
@@ -32,7 +33,7 @@ class PlannedModel:
 def find_planned_model(name: str, sequence: int, machine: Machine, capacity_factor: float | None) -> PlannedModel:
     """Find a model by preset, whose workload is computed by formulas, or configuration, which is traced in a dry run.
 
-    The configuration is a file, or that of a preset for training with experts.
+    The configuration is a file, that of a preset for training with experts, or that of a well-known open model.
 
     Raises:
         ConfigError: The name is neither, and the message suggests the nearest names; or the model has no experts for
@@ -41,8 +42,9 @@ def find_planned_model(name: str, sequence: int, machine: Machine, capacity_fact
     presets: dict[str, Gpt | T5] = {**PRESETS, **T5_PRESETS, **MOE_PRESETS}
     if name in presets:
         return planned_shape(name, replace(presets[name], sequence=sequence), capacity_factor)
-    if name not in EXPERT_PRESETS and not Path(name).exists():
-        nearest = get_close_matches(name, [*presets, *EXPERT_PRESETS], n=3, cutoff=0.3) or presets
+    if name not in EXPERT_PRESETS and find_open_model(name) is None and not Path(name).exists():
+        known = [*presets, *EXPERT_PRESETS, *OPEN_MODELS]
+        nearest = get_close_matches(name.lower(), known, n=3, cutoff=0.3) or known
         raise ConfigError(f"{name!r} is neither a known model nor a file; did you mean {', '.join(nearest)}?")
     if capacity_factor is not None:
         raise ConfigError(

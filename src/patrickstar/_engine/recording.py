@@ -77,22 +77,40 @@ class Recording:
         self._record, self._ended_s = StepRecord(number, now - self._ended_s, self._core.stats.last), now
         self._begin_step()
 
-    def log(self, **values: float | None) -> StepRecord:
+    def log(
+        self,
+        *,
+        loss: float | None = None,
+        learning_rate: float | None = None,
+        gradient_norm: float | None = None,
+        tokens: int | None = None,
+        elapsed_s: float | None = None,
+    ) -> StepRecord:
         """Add what the engine does not know to the record of the last step, and write it.
 
         Args:
-            **values: Of `loss`, `learning_rate`, `gradient_norm`, `tokens` and `elapsed_s`.
+            loss: Loss of the step.
+            learning_rate: Its learning rate.
+            gradient_norm: Global norm of its gradients before clipping.
+            tokens: Its number of tokens, in all processes.
+            elapsed_s: Its seconds. Default: those since the step before, which contain whatever the loop did.
 
         Returns:
             The record. The next step writes it without these values if this is not called.
 
         Raises:
             TrainingError: There has been no step since the last call.
-            TypeError: There is no such value.
         """
         if self._record is None:
             raise TrainingError("there is no step to log: call recording.log() after optimizer.step(), once per step")
-        record: StepRecord = replace(self._record, **values)  # type: ignore[arg-type]
+        record = replace(
+            self._record,
+            loss=loss,
+            learning_rate=learning_rate,
+            gradient_norm=gradient_norm,
+            tokens=tokens,
+            elapsed_s=self._record.elapsed_s if elapsed_s is None else elapsed_s,
+        )
         self._record = record
         self._write()
         return record

@@ -37,6 +37,7 @@ class Timeline:
         self._clock = clock
         self._pending: list[_Pending] = []
         self._device_waits: list[tuple[str, torch.Event, torch.Event]] = []
+        self._finished = False
         self._held: set[int] = set()
         """Chunks of parameters that hold gradients."""
         now = seconds()
@@ -52,10 +53,11 @@ class Timeline:
 
     @contextmanager
     def busy(self, channel: Channel, label: str, nbytes: int) -> Iterator[None]:
-        """Note work of the calling thread, which was not asked for before."""
+        """Note work of the calling thread, which was not asked for before. What ends after the step is in none."""
         start_s = self.seconds()
         yield
-        self._result.work.append(Work(channel, label, nbytes, start_s, start_s, self.seconds(), True))
+        if not self._finished:
+            self._result.work.append(Work(channel, label, nbytes, start_s, start_s, self.seconds(), True))
 
     def stalled(self, start_s: float, end_s: float, label: str) -> None:
         """Note that computation waited."""
@@ -122,6 +124,7 @@ class Timeline:
         Args:
             step: Number of the step.
         """
+        self._finished = True
         result = self._result
         result.step, result.end_s = step, self.seconds()
         for pending in self._pending:
@@ -133,7 +136,7 @@ class Timeline:
         for label, before, after in self._device_waits:
             assert self._clock is not None, "events are recorded on an accelerator"
             result.stalls.append(Stall(self._clock.seconds(before), self._clock.seconds(after), label))
-        result.work.sort(key=lambda each: each.start_s)
+        result.work = sorted(result.work, key=lambda each: each.start_s)  # a worker thread may still add to the list
         return result
 
 

@@ -42,8 +42,12 @@ class RecordCallback(TrainerCallback):
     ) -> None:
         """Add loss, learning rate and norm to the record of the step, if it is logged."""
         if self._recording is not None and logs is not None and "loss" in logs:
-            names = {"loss": "loss", "learning_rate": "learning_rate", "gradient_norm": "grad_norm"}
-            self._recording.log(**{name: float(logs[key]) for name, key in names.items() if key in logs})
+            norm = logs.get("grad_norm")
+            self._recording.log(
+                loss=logs["loss"],
+                learning_rate=logs.get("learning_rate"),
+                gradient_norm=None if norm is None else float(norm),
+            )
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
