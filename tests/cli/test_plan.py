@@ -100,6 +100,22 @@ def test_any_configuration_is_traced_and_comes_to_what_counting_says(tmp_path, m
     assert traced["non_model_bytes"] == pytest.approx(counted["non_model_bytes"], rel=0.35)
 
 
+def test_a_machine_is_described_by_its_parts():
+    parts = ["--model", "gpt-8b", "--gpu", "rtx4090", "--host-memory", "64GB", "--disk", "2TB:7GB/s:5GB/s"]
+    found = [
+        run("plan", *options, "--json") for options in (parts, ["--model", "gpt-8b", "--machine", "RTX4090-desktop"])
+    ]
+    assert [each.exit_code for each in found] == [0, 0], found[0].output
+    by_parts, whole = (json.loads(each.output) for each in found)
+    for each in (by_parts, whole):
+        del each["machine"]
+    assert by_parts == whole
+    smaller = run("plan", "--model", "gpt-8b", "--machine", "RTX4090-desktop", "--disk", "2TB:1GB/s", "--json")
+    assert json.loads(smaller.output)["step_s"] > whole["step_s"]
+    both = run("plan", "--gpu", "rtx4090", "--machine", "RTX4090-desktop")
+    assert both.exit_code == 2 and "exclude each other" in both.output
+
+
 def test_a_preset_with_experts_is_traced_as_a_configuration():
     model = find_planned_model("mixtral-4m", 64, find_machine("RTX4090-desktop"), None)
     config = EXPERT_PRESETS["mixtral-4m"].config()

@@ -201,10 +201,20 @@ def plan(
         str, typer.Option(help="Preset such as gpt-12b, open model such as llama-3-8b, config.json, or folder.")
     ] = "gpt-12b",
     machine: Annotated[
-        str, typer.Option(help="Built-in machine such as 8xV100-32GB, TOML file, or 'here' to measure this one.")
-    ] = "8xV100-32GB",
+        str | None,
+        typer.Option(
+            help="Built-in machine such as RTX4090-desktop, TOML file, or 'here' to measure this one. "
+            "Default: 8xV100-32GB."
+        ),
+    ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(help="In place of --machine: a GPU such as rtx4090, h100 or mi300x, in a usual computer."),
+    ] = None,
     nodes: Annotated[int, typer.Option(min=1, help="Number of such machines, connected by their network.")] = 1,
-    gpus: Annotated[int | None, typer.Option(min=1, help="Number of GPUs of a machine to use. Default: all.")] = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=1, help="Number of GPUs of a machine to use. Default: all; with --gpu 1.")
+    ] = None,
     tp: Annotated[int, typer.Option(min=1, help="Tensor parallelism: GPUs that divide the matrices of a layer.")] = 1,
     ep: Annotated[int, typer.Option(min=1, help="Expert parallelism: GPUs that divide the experts of a layer.")] = 1,
     capacity_factor: Annotated[
@@ -217,6 +227,9 @@ def plan(
     ] = None,
     device_memory: Annotated[str | None, typer.Option(help="Memory budget of each GPU. Default: its memory.")] = None,
     host_memory: Annotated[str | None, typer.Option(help="Memory budget of each host. Default: its memory.")] = None,
+    disk: Annotated[
+        str | None, typer.Option(help="Drive of each host: capacity, and rates if known, such as 1TB:7GB/s.")
+    ] = None,
     batch: Annotated[
         int | None,
         typer.Option(min=1, help="Sequences per GPU, or per tensor-parallel group. Default: whichever is fastest."),

@@ -10,6 +10,7 @@ from patrickstar._cli.plan_report import Plan, plan_as_dict, print_plan
 from patrickstar._cli.planned_model import PlannedModel, find_planned_model, planned_shape
 from patrickstar._layout.byte_size import parse_size
 from patrickstar._perf_model.gpt_costs import Gpt
+from patrickstar._perf_model.machine_parts import machine_of_parts, parse_disk
 from patrickstar._perf_model.machine_spec import Machine, find_machine
 from patrickstar._perf_model.mesh import Mesh
 from patrickstar._perf_model.perf_model import BATCHES, Estimate, best_estimate, largest_batch
@@ -31,7 +32,8 @@ class PlanOptions:
     """Options of ``patrickstar plan``, by their names on the command line."""
 
     model: str
-    machine: str
+    machine: str | None
+    gpu: str | None
     nodes: int
     gpus: int | None
     tp: int
@@ -39,6 +41,7 @@ class PlanOptions:
     capacity_factor: float | None
     device_memory: str | None
     host_memory: str | None
+    disk: str | None
     batch: int | None
     sequence: int
     activation_checkpointing: bool | None
@@ -49,7 +52,7 @@ class PlanOptions:
 
 def plan(options: PlanOptions, console: Console) -> None:
     """Print the plan. Raise ConfigError for unknown names and impossible meshes, BudgetError if nothing fits."""
-    machine = with_budgets(_machine(options.machine), options.device_memory, options.host_memory)
+    machine = with_budgets(_machine(options), options.device_memory, options.host_memory)
     mesh = Mesh(options.nodes, process_count(machine, options.gpus), options.tp, options.ep)
     if options.largest:
         fitting = largest(machine, mesh, options)
@@ -80,8 +83,24 @@ def plan(options: PlanOptions, console: Console) -> None:
     print_plan(console, found)
 
 
-def _machine(name: str) -> Machine:
-    """Return the machine of a name or file; `here` is this machine, measured."""
+DEFAULT_MACHINE = "8xV100-32GB"
+
+
+def _machine(options: PlanOptions) -> Machine:
+    """Return the machine of parts, or of a name or file; `here` is this machine, measured."""
+    if options.gpu is not None:
+        if options.machine is not None:
+            raise ConfigError(
+                f"--gpu {options.gpu} and --machine {options.machine} exclude each other: both are machines"
+            )
+        return machine_of_parts(options.gpu, options.gpus or 1, options.host_memory, options.disk)
+    machine = _named(options.machine or DEFAULT_MACHINE)
+    if options.disk is None:
+        return machine
+    return machine.model_copy(update={"disk": parse_disk(options.disk)})
+
+
+def _named(name: str) -> Machine:
     if name != "here":
         return find_machine(name)
     # Imported here because PyTorch takes seconds to load, and nothing else in this command needs it.

@@ -1,0 +1,69 @@
+"""Machines by their parts: the specs of whole machines with the same parts, and names as people write them."""
+
+import pytest
+
+from patrickstar._perf_model.machine_parts import find_gpu, known_gpus, machine_of_parts, parse_disk
+from patrickstar._perf_model.machine_spec import find_machine
+from patrickstar.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("gpu", "machine"), [("rtx4090", "RTX4090-desktop"), ("a100-80gb", "DGX-A100-80GB"), ("h200", "H200")]
+)
+def test_a_gpu_is_that_of_the_machine_with_it(gpu, machine):
+    own, whole = machine_of_parts(gpu), find_machine(machine)
+    assert own.gpu.model_copy(update={"count": whole.gpu.count}) == whole.gpu
+    assert (own.links.h2d, own.links.d2h) == (whole.links.h2d, whole.links.d2h)
+    if whole.links.gpu_gpu is not None:
+        assert own.links.gpu_gpu == whole.links.gpu_gpu
+
+
+def test_a_desktop_of_parts_is_the_desktop():
+    own, whole = (
+        machine_of_parts("rtx4090", host_memory="64GB", disk="2TB:7GB/s:5GB/s"),
+        find_machine("RTX4090-desktop"),
+    )
+    assert (own.gpu, own.host, own.disk) == (whole.gpu, whole.host, whole.disk)
+
+
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        ("RTX 4090", "rtx4090"),
+        ("GeForce RTX 5090", "rtx5090"),
+        ("4090", "rtx4090"),
+        ("A100", "a100-80gb"),
+        ("A100-80GB", "a100-80gb"),
+        ("NVIDIA H100", "h100"),
+        ("MI300X", "mi300x"),
+    ],
+)
+def test_a_gpu_is_found_as_people_write_it(written, name):
+    assert find_gpu(written)[0] == name
+
+
+def test_all_gpus_are_machines():
+    for name, part in known_gpus().items():
+        machine = machine_of_parts(name, 2)
+        assert machine.gpu.count == 2 and machine.gpu.memory == part.memory
+        assert machine.links.gpu_gpu > 0
+
+
+@pytest.mark.parametrize(
+    ("text", "capacity", "read", "write"),
+    [("1TB", 1e12, 7e9, 5e9), ("1TB:7GB/s", 1e12, 7e9, 7e9), ("512GB:3.5GB/s:2GB/s", 512e9, 3.5e9, 2e9)],
+)
+def test_a_disk(text, capacity, read, write):
+    disk = parse_disk(text)
+    assert (disk.capacity, disk.read, disk.write) == (capacity, read, write)
+
+
+@pytest.mark.parametrize("text", ["1TB:7GB", "1TB:1GB/s:1GB/s:1GB/s", "large", "1TB:fast/s", ""])
+def test_what_is_no_disk(text):
+    with pytest.raises(ConfigError, match=f"--disk {text}: "):
+        parse_disk(text)
+
+
+def test_an_unknown_gpu_is_told_with_the_nearest():
+    with pytest.raises(ConfigError, match=r"--gpu RTX 4091: it is not known; did you mean rtx4090"):
+        find_gpu("RTX 4091")
