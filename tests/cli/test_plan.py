@@ -116,6 +116,25 @@ def test_a_machine_is_described_by_its_parts():
     assert both.exit_code == 2 and "exclude each other" in both.output
 
 
+def test_a_plan_answers_first_and_says_what_to_set_and_to_buy():
+    options = ["--model", "gpt-8b", "--gpu", "rtx4090", "--host-memory", "64GB", "--disk", "1TB:2GB/s"]
+    done, found = run("plan", *options), json.loads(run("plan", *options, "--json").output)
+    assert done.output.startswith(
+        f"gpt-8b fits rtx4090, 59.60 GiB of host memory and trains at {found['tokens_per_s']:,.0f}"
+    )
+    assert 'ps.initialize(model, ps.Config(precision="bf16", disk="FOLDER ON THE DRIVE"' in done.output
+    upgrades = found["upgrades"]
+    assert list(upgrades) == ["32 GB more host memory", "a second drive", "a second GPU"]
+    assert all(gained > found["tokens_per_s"] for gained in upgrades.values())
+    written = next(lane["amount"] for lane in found["lanes"] if lane["name"] == "disk write")
+    assert found["drive_days"] == pytest.approx(600e12 / (written / found["step_s"] * 86400))
+    assert "(usual for its capacity)" in done.output
+    cluster = json.loads(
+        run("plan", "--model", "gpt-28b", "--machine", "8xA100-40GB-11TB", "--nodes", "2", "--json").output
+    )
+    assert cluster["upgrades"] == {}
+
+
 def test_a_preset_with_experts_is_traced_as_a_configuration():
     model = find_planned_model("mixtral-4m", 64, find_machine("RTX4090-desktop"), None)
     config = EXPERT_PRESETS["mixtral-4m"].config()

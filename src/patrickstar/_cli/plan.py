@@ -3,11 +3,13 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from rich.console import Console
 
 from patrickstar._cli.plan_report import Plan, plan_as_dict, print_plan
 from patrickstar._cli.planned_model import PlannedModel, find_planned_model, planned_shape
+from patrickstar._cli.upgrades import upgrades
 from patrickstar._layout.byte_size import parse_size
 from patrickstar._perf_model.gpt_costs import Gpt
 from patrickstar._perf_model.machine_parts import machine_of_parts, parse_disk
@@ -76,6 +78,8 @@ def plan(options: PlanOptions, console: Console) -> None:
         max_batch,
         one_gpu=_smaller(model, machine, mesh, Mesh(), options),
         one_node=_smaller(model, machine, mesh, Mesh(1, mesh.gpus, mesh.tp, min(mesh.ep, mesh.gpus)), options),
+        # Of many nodes each estimate takes a second.
+        upgrades=upgrades(machine, mesh, partial(_best_or_none, model, options)) if mesh.nodes == 1 else [],
     )
     if options.as_json:
         console.print_json(json.dumps(plan_as_dict(found)))
@@ -145,14 +149,19 @@ def _best(model: PlannedModel, machine: Machine, mesh: Mesh, options: PlanOption
     return best_estimate(model.workloads(mesh), machine, mesh, checkpointing, batches)
 
 
+def _best_or_none(model: PlannedModel, options: PlanOptions, machine: Machine, mesh: Mesh) -> Estimate | None:
+    """Return the best estimate; None if the model does not fit."""
+    try:
+        return _best(model, machine, mesh, options)
+    except BudgetError:
+        return None
+
+
 def _smaller(model: PlannedModel, machine: Machine, mesh: Mesh, smaller: Mesh, options: PlanOptions) -> Estimate | None:
     """Return the best estimate on fewer GPUs; None if they are not fewer, or the model does not fit them."""
     if smaller.processes == mesh.processes:
         return None
-    try:
-        return _best(model, machine, smaller, options)
-    except BudgetError:
-        return None
+    return _best_or_none(model, options, machine, smaller)
 
 
 def _smaller_batch(model: PlannedModel, machine: Machine, mesh: Mesh, options: PlanOptions) -> str:

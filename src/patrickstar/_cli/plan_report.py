@@ -1,11 +1,13 @@
 """Output of ``patrickstar plan``: a page, or plain data."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from rich.console import Console
 
 from patrickstar._cli.console import print_text
 from patrickstar._cli.planned_model import PlannedModel
+from patrickstar._cli.upgrades import ENDURANCE, Upgrade, drive_days
 from patrickstar._layout.byte_size import format_size
 from patrickstar._perf_model.checkpoint_cost import checkpoint_cost
 from patrickstar._perf_model.machine_spec import Machine
@@ -22,6 +24,7 @@ class Plan:
     Attributes:
         max_batch: Largest batch that fits.
         one_gpu, one_node: Best estimates of the same model there; None if it does not fit, or is not smaller.
+        upgrades: What further parts would bring.
     """
 
     model: PlannedModel
@@ -30,6 +33,7 @@ class Plan:
     max_batch: int
     one_gpu: Estimate | None = None
     one_node: Estimate | None = None
+    upgrades: Sequence[Upgrade] = ()
 
     def efficiency(self, reference: Estimate | None) -> float | None:
         """Return the tokens per second and GPU relative to those of a smaller mesh."""
@@ -72,6 +76,10 @@ def plan_as_dict(plan: Plan) -> dict[str, object]:
         "tflops_per_process": best.tflops,
         "tokens_per_s": best.tokens_per_s,
         "efficiency": {"one_gpu": plan.efficiency(plan.one_gpu), "one_node": plan.efficiency(plan.one_node)},
+        "upgrades": {
+            each.name: None if each.estimate is None else each.estimate.tokens_per_s for each in plan.upgrades
+        },
+        "drive_days": drive_days(machine, best),
         "free_tokens": best.free_tokens,
         "imbalance": experts.imbalance if experts is not None else None,
         "lock_free": None if late is None else {"step_s": late.seconds, "staleness": late.staleness},
@@ -112,14 +120,49 @@ def print_plan(console: Console, plan: Plan) -> None:
         ("delayed", "updates would gain nothing here: a step takes as long as its busiest resource in either case"),
         *_lock_free_row(plan.machine, best),
         *_checkpoint_row(plan.machine, best),
+        *_drive_row(plan.machine, best),
+        *(("with", _upgrade(each, best)) for each in plan.upgrades),
     )
     parts = (
+        _answer(plan),
         rows(summary),
         channels_table(((load.name, load.seconds, _amount(load)) for load in best.channels), best.seconds),
         memory_table(_tiers(plan.machine, best)),
         _choices(best),
+        _config(plan.machine, best),
     )
     print_text(console, "\n".join(parts))
+
+
+def _answer(plan: Plan) -> str:
+    best, name = plan.best, plan.model.name.partition(",")[0]
+    speed = f"{best.tokens_per_s:,.0f} tokens/s, {best.seconds:.2f} s per step"
+    return f"{name} fits {plan.machine.name} and trains at {speed}; the limit is {best.busiest.name}."
+
+
+def _config(machine: Machine, best: Estimate) -> str:
+    """Return the configuration to paste. Budgets follow from the machine that trains."""
+    disk = ', disk="FOLDER ON THE DRIVE"' if machine.disk is not None and best.disk_bytes else ""
+    torchrun = "" if best.processes == 1 else f"torchrun --nproc-per-node {best.mesh.gpus} script.py\n"
+    recompute = "model.activation_checkpointing_enable()\n" if best.workload.checkpointing else ""
+    config = f'ps.Config(precision="bf16"{disk}, optimizer=ps.AdamW(lr=1e-4))'
+    return f"to set:\n{torchrun}{recompute}engine, optimizer = ps.initialize(model, {config})"
+
+
+def _drive_row(machine: Machine, best: Estimate) -> list[tuple[str, str]]:
+    """Return how long the drive of a node lasts."""
+    days = drive_days(machine, best)
+    if days is None or machine.disk is None:
+        return []
+    endurance = f"{ENDURANCE * machine.disk.capacity / 1e12:,.0f} TB"
+    return [("drive", f"lasts {days:,.1f} days of training, if it may be written {endurance} (usual for its capacity)")]
+
+
+def _upgrade(upgrade: Upgrade, best: Estimate) -> str:
+    if upgrade.estimate is None:
+        return f"{upgrade.name}: it does not fit"
+    gain = upgrade.estimate.tokens_per_s / best.tokens_per_s - 1
+    return f"{upgrade.name}: {upgrade.estimate.tokens_per_s:,.0f} tokens/s ({gain:+.0%})"
 
 
 def _described(machine: Machine, mesh: Mesh) -> str:

@@ -1,0 +1,58 @@
+"""What a plan would gain by more memory, another drive or more GPUs, and how long its drive lasts."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from patrickstar._perf_model.machine_parts import NVME_READ, NVME_WRITE
+from patrickstar._perf_model.machine_spec import DiskDrive, Machine
+from patrickstar._perf_model.mesh import Mesh
+from patrickstar._perf_model.perf_model import Estimate
+
+MORE_MEMORY = 32 * 10**9
+NEW_DRIVE = DiskDrive(capacity=2 * 10**12, read=NVME_READ, write=NVME_WRITE)
+ENDURANCE = 600
+"""Bytes that a usual NVMe drive may be written over its life, by its capacity: 600 TB for 1 TB, as data sheets say."""
+
+
+@dataclass(frozen=True)
+class Upgrade:
+    """Change of a machine, and the best estimate with it; None if the model does not fit with it either."""
+
+    name: str
+    estimate: Estimate | None
+
+
+def upgrades(machine: Machine, mesh: Mesh, best: Callable[[Machine, Mesh], Estimate | None]) -> list[Upgrade]:
+    """Return what each next part would bring. `best`: returns the estimate of a machine and a mesh."""
+    return [Upgrade(name, best(changed, wider)) for name, changed, wider in _changes(machine, mesh)]
+
+
+def _changes(machine: Machine, mesh: Mesh) -> Iterator[tuple[str, Machine, Mesh]]:
+    host = machine.host.model_copy(update={"memory": machine.host.memory + MORE_MEMORY})
+    each = " in each node" if mesh.nodes > 1 else ""
+    yield f"32 GB more host memory{each}", machine.model_copy(update={"host": host}), mesh
+    disk = machine.disk
+    if disk is None:
+        yield f"a drive of 2 TB{each}", machine.model_copy(update={"disk": NEW_DRIVE}), mesh
+    else:
+        twice = DiskDrive(capacity=2 * disk.capacity, read=2 * disk.read, write=2 * disk.write)
+        yield f"a second drive{each}", machine.model_copy(update={"disk": twice}), mesh
+    gpu, links = machine.gpu, machine.links
+    if gpu is not None and links is not None and mesh.gpus == gpu.count and mesh.ep == mesh.tp == 1:
+        more = gpu.model_copy(update={"count": 2 * gpu.count})
+        name = "a second GPU" if gpu.count == 1 else f"{2 * gpu.count} GPUs"
+        # Without links between GPUs a collective passes through host memory.
+        wired = links if links.gpu_gpu is not None else links.model_copy(update={"gpu_gpu": links.d2h / 2})
+        yield (
+            f"{name}{each}",
+            machine.model_copy(update={"gpu": more, "links": wired}),
+            replace(mesh, gpus=2 * mesh.gpus),
+        )
+
+
+def drive_days(machine: Machine, best: Estimate) -> float | None:
+    """Return the days of training after which the drives of a node have been written as often as they may be."""
+    written = sum(load.amount for load in best.channels if load.name == "disk write") * best.mesh.gpus
+    if machine.disk is None or not written:
+        return None
+    return ENDURANCE * machine.disk.capacity / (written / best.seconds * 86400)
