@@ -1,4 +1,4 @@
-"""What a plan would gain by more memory, another drive or more GPUs, and how long its drive lasts."""
+"""Gains of a plan by more memory, another drive or more GPUs, and the life of its drive."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
