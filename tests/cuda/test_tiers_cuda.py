@@ -44,9 +44,9 @@ def test_prefetched_chunks_give_the_same_bits(policy):
 class LateCopies(CopyStreams):
     """Copy streams whose copies start late."""
 
-    def up(self, chunk, urgent=False):
+    def up(self, chunk, urgent=False, after=None):
         self._sleep(self.urgent_stream if urgent else self.up_stream)
-        return super().up(chunk, urgent)
+        return super().up(chunk, urgent, after)
 
     def down(self, chunk):
         self._sleep(self.down_stream)
