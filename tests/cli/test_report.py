@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 from typer.testing import CliRunner
 
+import patrickstar as ps
 from patrickstar._cli.main import app
 from patrickstar._report.memory_curves import memory_curves
 from patrickstar._report.page import SHOWN
@@ -78,6 +81,32 @@ def test_a_page_needs_no_network_and_has_units(log: Path, tmp_path: Path) -> Non
         titles = [axis["title"]["text"] for axis in axes if "title" in axis]
         assert titles, name
         assert all(", " in title or title == "chunks" for title in titles), titles
+
+
+def test_what_was_said_is_compared_with_what_it_took(tmp_path: Path) -> None:
+    """A dry run inside of the recording; everything fits, so that the page has activations without moments."""
+    torch.manual_seed(0)
+    config = ps.Config(device="cpu", device_memory="64MiB", precision="fp32")
+    batch = torch.zeros(2, 32)
+    engine, optimizer = ps.initialize(nn.Sequential(*(nn.Linear(32, 32) for _ in range(4))), config)
+    with engine, engine.record(tmp_path / "log.jsonl"):
+        said = engine.plan(batch, loss=torch.sum)
+        for _ in range(8):
+            engine.backward(engine(batch).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+    run = read_run(tmp_path / "log.jsonl")
+    assert (run.plan["seconds"], run.plan["h2d_bytes"]) == (said.seconds, said.stats.h2d_bytes)
+    assert report(tmp_path / "log.jsonl").exit_code == 0
+    text = (tmp_path / "log.html").read_text()
+    assert "What the dry run said, and what it took" in text and "<td>time of a step</td>" in text
+    resident = memory_curves(run.timelines[-1], Tier.DEVICE)
+    early = [
+        nbytes
+        for at_s, nbytes in zip(resident.times, resident.values["activations and workspaces"], strict=True)
+        if at_s < resident.times[-1] / 2
+    ]
+    assert max(early) > 0
 
 
 def test_two_runs_are_compared(log: Path, tmp_path: Path) -> None:

@@ -135,6 +135,8 @@ class EngineView:
     def plan(self, *args: Any, loss: Callable[[Any], torch.Tensor] | None = None, **kwargs: Any) -> "DryRunReport":
         """Predict the cost of a training step by a dry run. Nothing is computed; measuring the machine takes seconds.
 
+        Inside `record` the prediction becomes a part of the log, and the report compares it with the steps.
+
         Args:
             *args, **kwargs: Inputs of the model, of the shapes and dtypes to plan for.
             loss: Returns the loss from the model's output. Default: its attribute `loss`, or the output itself.
@@ -150,4 +152,7 @@ class EngineView:
 
         if self.world.size > 1:
             raise ConfigError("engine.plan simulates a single process; for several use patrickstar plan --gpus")
-        return dry_run_engine(self, forward_backward_step(loss, args, kwargs))
+        report = dry_run_engine(self, forward_backward_step(loss, args, kwargs))
+        if isinstance(self._core.recording, Recording):
+            self._core.recording.planned(report.seconds, report.bound_s, report.stats)
+        return report

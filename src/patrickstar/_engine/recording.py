@@ -12,6 +12,7 @@ from patrickstar._engine.core import EngineCore
 from patrickstar._engine.run_log import RunLog, StepRecord, describe
 from patrickstar._kernels.update_rule import Span
 from patrickstar._schedule.step_timeline import Channel, StepTimeline
+from patrickstar._step.stats import StepStats
 from patrickstar.errors import TrainingError
 
 
@@ -114,6 +115,10 @@ class Recording:
         self._record = record
         self._write()
         return record
+
+    def planned(self, seconds: float, bound_s: float, stats: StepStats) -> None:
+        """Add the prediction of a dry run to the log; see `RunLog.write_plan`. `Engine.plan` calls this."""
+        self._log.write_plan(seconds, bound_s, stats)
 
     def _write(self) -> None:
         if self._record is not None:

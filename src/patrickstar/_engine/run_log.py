@@ -91,6 +91,10 @@ class RunLog:
         if not any(json.loads(line)["kind"] == "run" for line in self._retained or ()):
             self.write("run", asdict(run))
 
+    def write_plan(self, seconds: float, bound_s: float, stats: StepStats) -> None:
+        """Append what a dry run predicts of a step: its time, the lower bound of that, and its statistics."""
+        self.write("plan", {"seconds": seconds, "bound_s": bound_s, "stats": asdict(stats)})
+
     def write_step(self, record: StepRecord) -> None:
         """Append the record of a step."""
         self.write("step", asdict(record))
@@ -166,7 +170,7 @@ def _steps_in(path: Path, steps: int) -> list[str]:
         if not isinstance(record, dict):
             continue
         of_step = record.get("kind") in ("step", "timeline") and record.get("step", 0) <= steps
-        if record.get("kind") == "run" or of_step:
+        if record.get("kind") in ("run", "plan") or of_step:
             retained.append(line)
     return retained
 

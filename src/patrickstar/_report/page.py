@@ -92,6 +92,8 @@ def _section(run: Run, number: int, figures: dict[str, Figure]) -> str:
     about, names = run.description, run.names
     parts = [f"<h1>{html.escape(about['model'])}</h1>", f'<p class="about">{html.escape(_about(run))}</p>']
     parts.append(_cards(run))
+    if run.plan:
+        parts.append(_said_and_took(run))
     if not run.timelines:
         parts.append("<p>No step of this run was recorded.</p>")
         return f"<section>{''.join(parts)}</section>"
@@ -149,6 +151,31 @@ def _cards(run: Run) -> str:
     return '<dl class="cards">' + "".join(map(_card, cards)) + "</dl>"
 
 
+COMPARED = {
+    "seconds": "time of a step",
+    "h2d_bytes": "moved to the device",
+    "d2h_bytes": "moved to the host",
+    "disk_read_bytes": "read from disk",
+    "disk_write_bytes": "written to disk",
+    "device_peak_model_bytes": "peak of model data on the device",
+    "host_peak_model_bytes": "peak of model data on the host",
+}
+"""Values of a step that a dry run predicts, by field."""
+
+
+def _said_and_took(run: Run) -> str:
+    """Return a table of what a dry run said and what a step took: medians of the second half of the steps."""
+    later, rows = run.steps[len(run.steps) // 2 :], []
+    for name, title in COMPARED.items():
+        said, took = run.plan[name], median(step["elapsed_s" if name == "seconds" else name] for step in later)
+        if said or took:
+            texts = [f"{each:.3g} s" if name == "seconds" else format_size(round(each)) for each in (said, took)]
+            rows.append((title, *texts, f"{took / said:.2f}" if said else ""))
+    rows.insert(1, ("lower bound of that plan", f"{run.plan['bound_s']:.3g} s", "", ""))
+    table = _table(("of a step", "said", "took", "took / said"), rows, "Table of what was said and what it took")
+    return f'<div class="said"><h2>What the dry run said, and what it took</h2>{table}</div>'
+
+
 def _card(card: tuple[str, str, str]) -> str:
     name, value, note = map(html.escape, card)
     return f"<div><dt>{name}</dt><dd>{value}<small>{note}</small></dd></div>"
@@ -161,7 +188,9 @@ def _step(key: str, run: Run, timeline: StepTimeline, stalls: Sequence[NamedStal
         (f"{1e3 * each.seconds:.2f}", each.parameter, each.channel, each.reason[:1].upper() + each.reason[1:])
         for each in longest(stalls)
     ]
-    table = _table(("ms", "waited for", "channel", "why"), rows) if rows else "<p>Computation waited for nothing.</p>"
+    table = "<p>Computation waited for nothing.</p>"
+    if rows:
+        table = _table(("ms", "waited for", "channel", "why"), rows, f"Table of the waits of step {timeline.step}")
     summary = f"Step {timeline.step} took {timeline.seconds:.3f} s; computation waited {stalled_s(stalls):.3f} s of it."
     return (
         f'<div class="step" id="{key}" data-group="{key.partition("-")[0]}"{"" if shown else " hidden"}>'
@@ -188,10 +217,10 @@ def _steps_section(runs: Sequence[Run], figures: dict[str, Figure]) -> str:
     return f'<section><h1>All steps</h1><div class="grid">{"".join(pictures)}</div></section>'
 
 
-def _table(columns: Iterable[str], rows: Iterable[Sequence[Any]]) -> str:
+def _table(columns: Iterable[str], rows: Iterable[Sequence[Any]], name: str) -> str:
     head = "".join(f'<th scope="col">{html.escape(column)}</th>' for column in columns)
     body = "".join("<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)
     return (
-        f'<div class="table" tabindex="0" role="region" aria-label="Table of waits"><table><thead><tr>{head}</tr>'
+        f'<div class="table" tabindex="0" role="region" aria-label="{name}"><table><thead><tr>{head}</tr>'
         f"</thead><tbody>{body}</tbody></table></div>"
     )

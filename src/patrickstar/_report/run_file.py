@@ -31,6 +31,7 @@ class Run:
         steps: Record of each step, by the names of `StepRecord` and `StepStats`.
         timelines: Timelines of some steps, in order.
         summary: Summary of a run of the command line; empty without one.
+        plan: Prediction of a step by a dry run: `seconds`, `bound_s` and the names of `StepStats`; empty without one.
     """
 
     path: Path
@@ -38,6 +39,7 @@ class Run:
     steps: list[dict[str, Any]] = field(default_factory=list)
     timelines: list[StepTimeline] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
+    plan: dict[str, Any] = field(default_factory=dict)
 
     @property
     def chunks(self) -> list[Chunk]:
@@ -100,5 +102,7 @@ def _add(run: Run, record: Mapping[str, Any]) -> None:
         run.timelines.append(StepTimeline.of_json(fields))
     elif kind == "summary":
         run.summary = fields
+    elif kind == "plan":
+        run.plan = fields
     else:
         raise ValueError(f"there is no kind of record {kind!r}")
