@@ -80,6 +80,35 @@ class AlternatingSteps(TrainerCallback):
         self.start = now
 
 
+def arguments(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the training arguments of a step that is compared with the loop's."""
+    return dict(
+        use_cpu=options.device == "cpu",
+        bf16=True,
+        per_device_train_batch_size=options.batch,
+        max_steps=WARM_UP + options.rounds,
+        learning_rate=1e-4,
+        lr_scheduler_type="constant",
+        train_sampling_strategy="sequential",
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+
+
+def train(trainer: Trainer, alternating: AlternatingSteps) -> list[tuple[float, float]]:
+    """Train both, check that their losses are the same bits, and return the seconds of their steps, in pairs."""
+    trainer.add_callback(alternating)
+    trainer.train()
+    logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert logged == alternating.losses, f"losses differ: {logged} and {alternating.losses}"
+    for engine in (trainer.engine, alternating.loop.engine):
+        engine.close(keep=False)
+    return alternating.pairs
+
+
 def run(options: argparse.Namespace) -> list[tuple[float, float]]:
     steps = WARM_UP + options.rounds
     vocabulary = PRESETS[options.model].config().vocab_size
@@ -92,31 +121,9 @@ def run(options: argparse.Namespace) -> list[tuple[float, float]]:
         for i in range(0, len(examples), options.batch)
     ]
     with tempfile.TemporaryDirectory() as folder:
-        args = TrainingArguments(
-            folder,
-            use_cpu=options.device == "cpu",
-            bf16=True,
-            per_device_train_batch_size=options.batch,
-            max_steps=steps,
-            learning_rate=1e-4,
-            lr_scheduler_type="constant",
-            train_sampling_strategy="sequential",
-            logging_steps=1,
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-            dataloader_pin_memory=False,
-        )
-        trainer = Trainer(build(options.model), args, train_dataset=examples)
+        trainer = Trainer(build(options.model), TrainingArguments(folder, **arguments(options)), train_dataset=examples)
         trainer.create_optimizer()
-        alternating = AlternatingSteps(Loop(options, trainer._param_groups), batches)
-        trainer.add_callback(alternating)
-        trainer.train()
-        logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert logged == alternating.losses, f"losses differ: {logged} and {alternating.losses}"
-    for engine in (trainer.engine, alternating.loop.engine):
-        engine.close(keep=False)
-    return alternating.pairs
+        return train(trainer, AlternatingSteps(Loop(options, trainer._param_groups), batches))
 
 
 def compare(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models
-from trainer import WARM_UP, AlternatingSteps, Loop, build, compare
+from trainer import WARM_UP, AlternatingSteps, Loop, arguments, build, compare, train
 from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig
 from trl.trainer.sft_trainer import add_fused_lm_head
@@ -47,21 +47,10 @@ def run(options: argparse.Namespace) -> list[tuple[float, float]]:
     with tempfile.TemporaryDirectory() as folder:
         args = SFTConfig(
             folder,
-            use_cpu=options.device == "cpu",
-            bf16=True,
             gradient_checkpointing=False,
-            per_device_train_batch_size=options.batch,
-            max_steps=steps,
             max_length=None,
             dataset_kwargs={"skip_prepare_dataset": True},
-            learning_rate=1e-4,
-            lr_scheduler_type="constant",
-            train_sampling_strategy="sequential",
-            logging_steps=1,
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-            dataloader_pin_memory=False,
+            **arguments(options),
         )
         trainer = SFTTrainer(
             build(options.model),
@@ -75,14 +64,7 @@ def run(options: argparse.Namespace) -> list[tuple[float, float]]:
             trainer.data_collator([{"input_ids": row} for row in ids[start : start + options.batch]])
             for start in starts
         ]
-        alternating = AlternatingSteps(FusedLoop(options, trainer._param_groups), batches)
-        trainer.add_callback(alternating)
-        trainer.train()
-        logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert logged == alternating.losses, f"losses differ: {logged} and {alternating.losses}"
-    for engine in (trainer.engine, alternating.loop.engine):
-        engine.close(keep=False)
-    return alternating.pairs
+        return train(trainer, AlternatingSteps(FusedLoop(options, trainer._param_groups), batches))
 
 
 if __name__ == "__main__":

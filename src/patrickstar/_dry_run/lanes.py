@@ -1,10 +1,10 @@
 """Lanes of a simulated step: busy intervals of each resource, waits of computation, and their picture and tables."""
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from patrickstar._perf_model.text_tables import LINE_NAME_WIDTH, busy_line, mark_line, table
+from patrickstar._perf_model.text_tables import LINE_NAME_WIDTH, busy_line, format_seconds, mark_line, table
+from patrickstar._schedule.step_timeline import chunk_index
 
 PHASES = ("forward", "backward", "step")
 LONGEST_WAITS = 5
@@ -73,8 +73,8 @@ def name_parameters(waits: Iterable[Wait], start_s: float, first_parameters: Map
     """
     named = []
     for wait in waits:
-        index = re.search(r"\[(\d+)\]$", wait.label)  # of a chunk, such as param16[12]
-        parameter = "" if index is None else first_parameters.get(int(index[1]), "")
+        index = chunk_index(wait.label)
+        parameter = "" if index is None else first_parameters.get(index, "")
         named.append(replace(wait, start_s=wait.start_s - start_s, parameter=parameter))
     return tuple(named)
 
@@ -108,14 +108,16 @@ def exposed_table(waits: Sequence[Wait], seconds: float) -> str:
     for group in _grouped(waits, "channel"):
         group_s = _sum_s(group)
         in_phases = [_sum_s(wait for wait in group if wait.phase == phase) for phase in phases]
-        cells = [_format_s(phase_s) if phase_s else "" for phase_s in in_phases]
-        by_channel.append((group[0].channel, _format_s(group_s), f"{group_s / seconds:.0%}", *cells))
+        cells = [format_seconds(phase_s) if phase_s else "" for phase_s in in_phases]
+        by_channel.append((group[0].channel, format_seconds(group_s), f"{group_s / seconds:.0%}", *cells))
     by_name = [("exposed", "waits", "for", "channel", "phase", "first at", "first parameter")]
     for group in _grouped(waits, "label", "channel", "phase")[:LONGEST_WAITS]:
         first = group[0]
         names = first.label, first.channel, first.phase
-        by_name.append((_format_s(_sum_s(group)), str(len(group)), *names, _format_s(first.start_s), first.parameter))
-    title = f"exposed: compute waits {_format_s(total_s)}, {total_s / seconds:.0%} of the step"
+        by_name.append(
+            (format_seconds(_sum_s(group)), str(len(group)), *names, format_seconds(first.start_s), first.parameter)
+        )
+    title = f"exposed: compute waits {format_seconds(total_s)}, {total_s / seconds:.0%} of the step"
     return "\n".join([table(title, by_channel), table("longest waits", by_name)])
 
 
@@ -129,7 +131,3 @@ def _grouped(waits: Iterable[Wait], *attributes: str) -> list[list[Wait]]:
 
 def _sum_s(waits: Iterable[Wait]) -> float:
     return sum(wait.seconds for wait in waits)
-
-
-def _format_s(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.2f} ms"

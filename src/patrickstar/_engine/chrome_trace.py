@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from patrickstar._schedule.placement import Tier
-from patrickstar._schedule.step_timeline import Channel, StepTimeline, Work
+from patrickstar._schedule.step_timeline import Channel, StepTimeline, Work, chunk_index
 from patrickstar.errors import ConfigError
 
 PROCESS = "PatrickStar"
@@ -80,8 +80,8 @@ def _span(name: str, row: int, start_s: float, end_s: float) -> Event:
 
 def named(label: str, names: Mapping[int, str]) -> str:
     """Return the label of a chunk with its first parameter, such as `param16[3] (h.0.attn.weight)`."""
-    _, _, index = label.removesuffix("]").rpartition("[")
-    name = names.get(int(index)) if index.isdigit() else None
+    index = chunk_index(label)
+    name = None if index is None else names.get(index)
     return label if name is None else f"{label} ({name})"
 
 

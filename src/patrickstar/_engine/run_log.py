@@ -11,12 +11,9 @@ from typing import Any, Self
 
 from patrickstar._engine.core import EngineCore
 from patrickstar._memory.machine_name import machine_name
-from patrickstar._schedule.step_timeline import StepTimeline
+from patrickstar._schedule.step_timeline import LOG_FORMAT, StepTimeline
 from patrickstar._step.stats import StepStats
 from patrickstar.errors import ConfigError
-
-FORMAT = 1
-"""Version of the format, in the description of the run."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +40,7 @@ class RunDescription:
     chunks: list[tuple[str, int, int]]
     names: dict[int, list[str]]
     started: str
-    format: int = FORMAT
+    format: int = LOG_FORMAT
 
 
 @dataclass(frozen=True)

@@ -200,7 +200,7 @@ class ChunkManager(DevicePrefetch):
         """Note in the record, if there is one, that a part of the step begins: forward, backward or step."""
         if self.timeline is not None:
             self.timeline.phase(name)
-            self.timeline.host_bytes(self.host_tier.other_bytes + self.host_tier.spare_bytes)
+            self.host_tier.note_other()
             self.timeline.disk_bytes(0 if self.disk_tier is None else self.disk_tier.file.used_bytes)
 
     # Access

@@ -65,9 +65,10 @@ class HostTier:
         self.other_peak = max(self.other_peak, self.other_bytes)
         self.spare_peak = max(self.spare_peak, self.spare_bytes)
         self._needed_peak = max(self._needed_peak, self.used + self.other_bytes)
-        self._note_other()
+        self.note_other()
 
-    def _note_other(self) -> None:
+    def note_other(self) -> None:
+        """Note in the record of the step, if there is one, the bytes beside chunks."""
         if self.timeline is not None:
             self.timeline.host_bytes(self.other_bytes + self.spare_bytes)
 
@@ -143,7 +144,7 @@ class HostTier:
         """Release a block. Its memory is used again once the last copy has ended."""
         self._free_block(block, self._block_copies.pop(block, None))
         self.other_bytes -= block.nbytes
-        self._note_other()
+        self.note_other()
 
     # Spare blocks
 
@@ -194,7 +195,7 @@ class HostTier:
         """Release a spare block that no job uses any more."""
         self.spare_bytes -= block.nbytes
         self._free_block(block)
-        self._note_other()
+        self.note_other()
 
     def replace_block(self, chunk: Chunk, block: ArenaBlock) -> None:
         """Make a spare block, which holds a chunk's new bytes, its host copy, and release the old one.
@@ -268,7 +269,7 @@ class HostTier:
     def release_reservation(self, nbytes: int) -> None:
         self.other_bytes -= nbytes
         self.outside_bytes -= nbytes
-        self._note_other()
+        self.note_other()
 
     @property
     def arena_bytes(self) -> int:

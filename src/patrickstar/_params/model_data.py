@@ -372,10 +372,11 @@ class ModelData(LocalShards, ProcessHooks):
     def end_update(self, managed_params: Collection[ManagedParam]) -> None:
         """Mark parameters whose gradients an update has replaced by new values."""
         torch.autograd.graph.increment_version([managed.param for managed in managed_params])
+        timeline = self.manager.timeline
         for managed in managed_params:
             managed.state.consume()
-            if self.manager.timeline is not None:
-                self.manager.timeline.holds_gradients(managed.location.chunk, False)
+            if timeline is not None:
+                timeline.holds_gradients(managed.location.chunk, False)
 
     @defer_sigint
     def ensure_in_memory(self, managed: ManagedParam) -> None:

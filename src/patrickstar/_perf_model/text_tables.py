@@ -90,3 +90,8 @@ def _slice_shares(spans: Iterable[tuple[float, float]], seconds: float) -> list[
         for column in range(first, last + 1):
             covered[column] += max(0.0, min(end_s, (column + 1) * slice_s) - max(start_s, column * slice_s))
     return [covered_s / slice_s for covered_s in covered]
+
+
+def format_seconds(seconds: float) -> str:
+    """Format a duration in seconds, or in milliseconds if it is shorter than one."""
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.2f} ms"

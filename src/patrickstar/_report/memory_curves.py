@@ -18,7 +18,7 @@ CATEGORIES = {
     Tier.DEVICE: (PARAMETERS, GRADIENTS, STATES, ACTIVATIONS),
     Tier.HOST: (PARAMETERS, GRADIENTS, STATES, BUFFERS),
 }
-"""What each tier in memory holds, in the order in which it is stacked."""
+"""Categories of each tier in memory, in the order in which they are stacked."""
 
 POINTS = 600
 """Largest number of points of a curve: more than a picture has columns for."""

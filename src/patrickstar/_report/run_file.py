@@ -6,20 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from patrickstar._schedule.step_timeline import StepTimeline
+from patrickstar._schedule.step_timeline import LOG_FORMAT, StepTimeline
 from patrickstar.errors import ConfigError
-
-FORMAT = 1
-"""Version of the format that this reader understands."""
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Chunk of the run's model data."""
-
-    kind: str
-    index: int
-    nbytes: int
 
 
 @dataclass
@@ -42,18 +30,9 @@ class Run:
     plan: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def chunks(self) -> list[Chunk]:
-        """Chunks of all lists."""
-        return [Chunk(kind, index, nbytes) for kind, index, nbytes in self.description["chunks"]]
-
-    @property
     def names(self) -> dict[int, list[str]]:
         """Names of the parameters in each chunk of parameters, by its index."""
         return {int(index): names for index, names in self.description["names"].items()}
-
-    def last(self, name: str) -> Any:
-        """Return a value of the last step."""
-        return self.steps[-1][name]
 
 
 def read_run(path: Path) -> Run:
@@ -93,8 +72,8 @@ def _add(run: Run, record: Mapping[str, Any]) -> None:
     kind = record["kind"]
     fields = {name: value for name, value in record.items() if name != "kind"}
     if kind == "run":
-        if fields["format"] != FORMAT:
-            raise ValueError(f"its format is {fields['format']}, and this version reads {FORMAT}")
+        if fields["format"] != LOG_FORMAT:
+            raise ValueError(f"its format is {fields['format']}, and this version reads {LOG_FORMAT}")
         run.description = fields
     elif kind == "step":
         run.steps.append(fields)

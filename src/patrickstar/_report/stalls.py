@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from patrickstar._layout.byte_size import format_size
-from patrickstar._schedule.step_timeline import Stall, StepTimeline, Work
+from patrickstar._perf_model.text_tables import format_seconds
+from patrickstar._schedule.step_timeline import Stall, StepTimeline, Work, chunk_index
 
 LISTED = 12
 """Number of stalls in the table of the longest."""
@@ -50,8 +51,8 @@ def longest(stalls: Sequence[NamedStall]) -> list[NamedStall]:
 
 def chunk_name(label: str, names: Mapping[int, Sequence[str]]) -> str:
     """Return the first parameter of a chunk such as `param16[3]`, and how many others it has."""
-    kind, _, index = label.removesuffix("]").rpartition("[")
-    found = names.get(int(index), ()) if kind and index.isdigit() else ()
+    index = chunk_index(label)
+    found = () if index is None else names.get(index, ())
     if not found:
         return label
     more = f" and {len(found) - 1} more" if len(found) > 1 else ""
@@ -76,14 +77,10 @@ def _awaited(label: str, stall: Stall, timeline: StepTimeline) -> Work | None:
 
 def _reason(work: Work, stall: Stall) -> str:
     took_s, queued_s = work.end_s - work.start_s, work.start_s - work.asked_s
-    rate = f"{format_size(work.nbytes)} in {_ms(took_s)}" if took_s > 0 else format_size(work.nbytes)
+    rate = f"{format_size(work.nbytes)} in {format_seconds(took_s)}" if took_s > 0 else format_size(work.nbytes)
     if work.urgent:
         return f"it was requested only when an operator needed it: {rate}"
-    lead = f"requested {_ms(stall.start_s - work.asked_s)} before its use"
+    lead = f"requested {format_seconds(stall.start_s - work.asked_s)} before its use"
     if queued_s > took_s:
-        return f"{lead}, it was behind other transfers for {_ms(queued_s)}, and then took {rate}"
+        return f"{lead}, it was behind other transfers for {format_seconds(queued_s)}, and then took {rate}"
     return f"{lead}, it took {rate}"
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.2f} ms"

@@ -1,11 +1,21 @@
 """Record of what one step did: the work of each channel, the waits of computation, and the memory of each chunk."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 from patrickstar._schedule.placement import Tier
+
+LOG_FORMAT = 1
+"""Version of the log of a run, of which timelines are a part."""
+
+
+def chunk_index(label: str) -> int | None:
+    """Return the index of the chunk that a label such as `param16[12]` names; None if it names none."""
+    index = re.search(r"\[(\d+)\]$", label)
+    return None if index is None else int(index[1])
 
 
 class Channel(StrEnum):
