@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 # Made last by the set-up: while it is newer than what it depends on, nothing is installed again.
 INSTALLED := $(VENV)/installed
 
-.PHONY: train test nightly nightly-all nightly-late nightly-resident nightly-strict chromium mutations bench bench-disk gpu check format clean
+.PHONY: train test nightly nightly-all nightly-late nightly-resident nightly-strict chromium mutations bench bench-disk gpu check docs format clean
 
 # 89 million parameters: 1.2 GB of model data, five times the device budget.
 train: $(INSTALLED)
@@ -20,7 +20,7 @@ train: $(INSTALLED)
 JOBS ?= 2
 PYTEST := $(BIN)/pytest -n $(JOBS) --dist worksteal
 
-test: check
+test: check docs
 	$(PYTEST) -m "not slow"
 	$(PYTEST) -m "not slow" --late-copies 1 $(LATE)
 	$(STRICT) $(PYTEST) -m "not slow" tests/strict tests/cuda
@@ -30,7 +30,7 @@ nightly: nightly-all nightly-late nightly-resident nightly-strict
 
 NIGHTLY := $(PYTEST) --hypothesis-profile nightly
 
-nightly-all: check chromium
+nightly-all: check docs chromium
 	$(NIGHTLY) tests benchmarks/tests
 # A browser for the test of reports, which is skipped without one.
 chromium:
@@ -81,6 +81,10 @@ check: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# The site, in build/site; warnings are errors. The variable silences an announcement of the theme's authors.
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .

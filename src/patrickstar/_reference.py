@@ -219,7 +219,10 @@ class ReferenceTrainer:
         """Compute gradients and accumulate them in fp32.
 
         Args:
-            loss, retain_graph, update, accumulate: As for `Engine.backward`; the last two do not change the result.
+            loss: As for `Engine.backward`.
+            retain_graph: As for `Engine.backward`.
+            update: No effect; see `Engine.backward`.
+            accumulate: No effect; see `Engine.backward`.
         """
         scaled = loss * self.scaler.scale if self.scaler.enabled else loss
         try:

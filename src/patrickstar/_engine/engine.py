@@ -76,7 +76,8 @@ class Engine(EngineView, EngineState):
         """Run the model's forward.
 
         Args:
-            *args, **kwargs: Inputs. Tensors are moved to the device, floating-point ones cast to the compute dtype.
+            *args: Inputs. Tensors are moved to the device, floating-point ones cast to the compute dtype.
+            **kwargs: Further inputs, by keyword.
 
         Returns:
             Output of the model.
@@ -110,7 +111,8 @@ class Engine(EngineView, EngineState):
 
         Args:
             name: Name that `initialize(frozen=...)` gave it.
-            *args, **kwargs: Inputs. Tensors are moved to the device, floating-point ones cast to the compute dtype.
+            *args: Inputs. Tensors are moved to the device, floating-point ones cast to the compute dtype.
+            **kwargs: Further inputs, by keyword.
 
         Returns:
             Output of the module.
@@ -138,7 +140,8 @@ class Engine(EngineView, EngineState):
         """Call the `generate` method of a transformers model, without gradients.
 
         Args:
-            *args, **kwargs: Its arguments. Tensors are moved to the device.
+            *args: Its arguments. Tensors are moved to the device.
+            **kwargs: Its keyword arguments.
 
         Returns:
             What the method returns.

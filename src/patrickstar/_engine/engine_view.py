@@ -138,8 +138,9 @@ class EngineView:
         Inside `record` the prediction becomes a part of the log, and the report compares it with the steps.
 
         Args:
-            *args, **kwargs: Inputs of the model, of the shapes and dtypes to plan for.
+            *args: Inputs of the model, of the shapes and dtypes to plan for.
             loss: Returns the loss from the model's output. Default: its attribute `loss`, or the output itself.
+            **kwargs: Further inputs, by keyword.
 
         Returns:
             Report with seconds per step, bytes per tier and transferred bytes.
