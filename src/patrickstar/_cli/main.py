@@ -138,6 +138,9 @@ def train(
         Path | None,
         typer.Option("--log", "--log-file", help="Write a JSON line per step, and a summary line, to this file."),
     ] = None,
+    tensorboard: Annotated[
+        Path | None, typer.Option(help="Write scalars of each step to this directory, for TensorBoard. Default: none.")
+    ] = None,
     save_every: Annotated[
         int,
         typer.Option(min=0, help="Write a checkpoint every N steps and after the last one; 0 disables checkpoints."),

@@ -27,6 +27,7 @@ from patrickstar._cli.training_setup import check_sequence, sample_ids, to_meta,
 from patrickstar._distributed.process_group import World
 from patrickstar._engine.initialize import check_fit, create_engine
 from patrickstar._engine.recording import Recording
+from patrickstar._engine.tensorboard_log import summary_writer
 from patrickstar._engine.run_log import RunLog, StepRecord
 from patrickstar._memory.machine_name import machine_name
 from patrickstar.errors import TrainingError
@@ -61,7 +62,9 @@ def train(options: TrainOptions, console: Console) -> Summary | None:
     world = World.find(device)
     rank, alone = world.rank, world.size == 1
     if rank:  # only rank 0 prints and logs
-        console, options = Console(quiet=True), replace(options, log=None, quiet=True)
+        console, options = Console(quiet=True), replace(options, log=None, tensorboard=None, quiet=True)
+    if options.tensorboard is not None:
+        summary_writer()  # refused before the model is built if it is not installed
     source = find_model(options.model, options.vocab_size)
     check_sequence(options.sequence, source)
     parallelism = Parallelism.of(options, source, world, device.type)
@@ -101,7 +104,7 @@ def train(options: TrainOptions, console: Console) -> Summary | None:
                     print_text(console, f"resumed from {resume.resumed}")
             with (
                 Progress(console, options.steps, engine.device_budget_bytes, options.quiet) as progress,
-                engine.record(log, steps=run.step) as recording,
+                engine.record(log, steps=run.step, tensorboard=options.tensorboard) as recording,
             ):
                 records, interrupted = _training_loop(run, recording, progress)
             engine.finish_saving()

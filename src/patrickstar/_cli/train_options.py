@@ -39,6 +39,7 @@ class TrainOptions:
     replicas: int
     seed: int
     log: Path | None
+    tensorboard: Path | None
     save_every: int
     save_to: Path | None
     keep: int

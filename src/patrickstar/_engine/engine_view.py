@@ -112,8 +112,10 @@ class EngineView:
         """
         return inspect(self._core)
 
-    def record(self, log: RunLog | str | Path | None = None, *, steps: int = 0) -> Recording:
-        """Record the steps inside the returned context, for `patrickstar report` and for Perfetto.
+    def record(
+        self, log: RunLog | str | Path | None = None, *, steps: int = 0, tensorboard: str | Path | None = None
+    ) -> Recording:
+        """Record the steps inside the returned context, for `patrickstar report`, for TensorBoard and for Perfetto.
 
         Each step has a record of its statistics. The first, second, fourth, eighth step and so on have a timeline, too:
         when each channel was busy, what was waited for, and where the bytes were. Beside an accelerator these steps
@@ -122,15 +124,16 @@ class EngineView:
         Args:
             log: File of JSON lines, which is written step by step. Default: none.
             steps: Number of steps of a log that are continued; the rest of the file is replaced.
+            tensorboard: Directory for scalars of each step in TensorBoard's format. Default: none.
 
         Returns:
             Context with `log(loss=...)` to add to the record of a step, `timelines`, and `chrome_trace(path)`.
 
         Raises:
-            ConfigError: The file can't be written.
+            ConfigError: A file can't be written, or TensorBoard is not installed.
             TrainingError: The engine is closed, or is being recorded.
         """
-        return Recording(self._core, log, steps)
+        return Recording(self._core, log, steps, tensorboard)
 
     def plan(self, *args: Any, loss: Callable[[Any], torch.Tensor] | None = None, **kwargs: Any) -> "DryRunReport":
         """Predict the cost of a training step by a dry run. Nothing is computed; measuring the machine takes seconds.

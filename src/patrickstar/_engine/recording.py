@@ -10,6 +10,7 @@ from typing import Self
 from patrickstar._engine.chrome_trace import write_chrome_trace
 from patrickstar._engine.core import EngineCore
 from patrickstar._engine.run_log import RunLog, StepRecord, describe
+from patrickstar._engine.tensorboard_log import TensorBoardLog, scalars_of
 from patrickstar._kernels.update_rule import Span
 from patrickstar._schedule.step_timeline import Channel, StepTimeline
 from patrickstar._step.stats import StepStats
@@ -28,8 +29,12 @@ class Recording:
         timelines: Timelines of the recorded steps, in order.
     """
 
-    def __init__(self, core: EngineCore, log: RunLog | str | Path | None, steps: int) -> None:
+    def __init__(
+        self, core: EngineCore, log: RunLog | str | Path | None, steps: int, tensorboard: str | Path | None = None
+    ) -> None:
         self._core = core
+        self._tensorboard = None if tensorboard is None else TensorBoardLog(tensorboard, steps)
+        self._scalars = scalars_of(core)
         self._log = log if isinstance(log, RunLog) else RunLog(log, steps)
         self._owns_log = not isinstance(log, RunLog)
         self._before = steps
@@ -59,6 +64,8 @@ class Recording:
         self._core.manager.end_timeline(0)
         if self._owns_log:
             self._log.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
 
     def _begin_step(self) -> None:
         if doubles(self._steps + 1):
@@ -123,6 +130,8 @@ class Recording:
     def _write(self) -> None:
         if self._record is not None:
             self._log.write_step(self._record)
+            if self._tensorboard is not None:
+                self._tensorboard.write_step(self._record, self._scalars)
         self._record = None
 
     def _updating(self, spans: Sequence[Span]) -> AbstractContextManager[None]:

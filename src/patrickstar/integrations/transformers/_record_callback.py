@@ -16,11 +16,14 @@ class RecordCallback(TrainerCallback):
     Args:
         engine: Returns the engine that trains.
         log: File of the run's log.
+        tensorboard: Directory of its log for TensorBoard.
     """
 
-    def __init__(self, engine: Callable[[], Engine], log: str | Path) -> None:
+    def __init__(
+        self, engine: Callable[[], Engine], log: str | Path | None, tensorboard: str | Path | None = None
+    ) -> None:
         self._engine = engine
-        self._log = log
+        self._log, self._tensorboard = log, tensorboard
         self._recording: Recording | None = None
 
     def on_train_begin(
@@ -28,8 +31,12 @@ class RecordCallback(TrainerCallback):
     ) -> None:
         """Begin to record; a resumed run continues its log."""
         self.on_train_end(args, state, control)  # of a training that ended by an error
-        log = self._log if state.is_world_process_zero else None
-        self._recording = self._engine().record(log, steps=state.global_step)
+        writes = state.is_world_process_zero
+        self._recording = self._engine().record(
+            self._log if writes else None,
+            steps=state.global_step,
+            tensorboard=self._tensorboard if writes else None,
+        )
         self._recording.__enter__()
 
     def on_log(

@@ -96,13 +96,14 @@ class Trainer(transformers.Trainer):
         """
         return initialize(model, config, mesh=self.mesh, frozen=self.frozen_modules)[0]
 
-    def record(self, log: str | Path) -> None:
+    def record(self, log: str | Path | None = None, *, tensorboard: str | Path | None = None) -> None:
         """Record the steps of later calls of `train()`, for `patrickstar report`; see `Engine.record`.
 
         Args:
             log: File of JSON lines. A resumed training continues it.
+            tensorboard: Directory for scalars of each step in TensorBoard's format, continued as well. Default: none.
         """
-        self.add_callback(RecordCallback(lambda: self.engine, log))
+        self.add_callback(RecordCallback(lambda: self.engine, log, tensorboard))
 
     @property
     def mesh(self) -> "DeviceMesh | None":
