@@ -84,7 +84,7 @@ check: $(INSTALLED)
 
 # The site, in build/site; warnings are errors. The variable silences an announcement of the theme's authors.
 docs: $(INSTALLED)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .

@@ -35,6 +35,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     if site_path.startswith("examples/") or site_path == f"{RESULTS}/index.md":
         return markdown  # written above
     if site_path.startswith(RESULTS):
+        page.meta.setdefault("search", {"boost": 0.2})
         markdown = markdown.replace("] [", "] \\[")  # options of a script, not a reference to a link
     in_repository = site_path if page.file.generated_by is not None else f"docs/{site_path}"
     return LINK.sub(lambda link: link[1] + _on_site(link[2], in_repository), markdown)

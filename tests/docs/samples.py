@@ -1,0 +1,62 @@
+"""Tiny models and data, which the pages of the documentation take for granted."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+import patrickstar as ps
+
+VOCABULARY = 96
+
+
+class LossModel(nn.Module):
+    """Model that returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the mean square of the output."""
+        return self.layers(inputs).float().pow(2).mean()
+
+
+def vectors(count: int = 2) -> list[torch.Tensor]:
+    """Return batches for `LossModel`."""
+    return [torch.randn(3, 8) for _ in range(count)]
+
+
+def gpt2_config() -> GPT2Config:
+    """Return the configuration of a tiny GPT-2."""
+    return GPT2Config(
+        n_layer=2, n_embd=32, n_head=2, n_positions=64, vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0
+    )
+
+
+def gpt2() -> GPT2LMHeadModel:
+    """Build a tiny GPT-2."""
+    return GPT2LMHeadModel(gpt2_config())
+
+
+def llama(**options: Any) -> LlamaForCausalLM:
+    """Build a tiny Llama."""
+    sizes = dict(num_hidden_layers=2, hidden_size=32, intermediate_size=48, num_attention_heads=2)
+    return LlamaForCausalLM(LlamaConfig(**{**sizes, "vocab_size": VOCABULARY, **options}))
+
+
+def sequences(count: int = 4, length: int = 8) -> list[dict[str, torch.Tensor]]:
+    """Return samples of language models, one sequence each."""
+    ids = torch.randint(0, VOCABULARY, (count, length))
+    return [{"input_ids": row, "labels": row} for row in ids]
+
+
+def batches(count: int = 2) -> list[dict[str, torch.Tensor]]:
+    """Return batches of language models, of two sequences each."""
+    return [{name: torch.stack([row, row]) for name, row in sample.items()} for sample in sequences(count)]
+
+
+def engine_of(model: Any = gpt2, **options: Any) -> ps.Engine:
+    """Create an engine with budgets that suffice."""
+    return ps.initialize(model, {"device_memory": "1GiB", "host_memory": "1GiB", **options}).engine

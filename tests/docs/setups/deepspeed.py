@@ -1,0 +1,3 @@
+from docs.samples import LossModel, vectors
+
+model, loader = LossModel(), vectors()
