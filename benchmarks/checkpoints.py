@@ -25,9 +25,9 @@ from transformers import GPT2LMHeadModel
 
 import patrickstar as ps
 from patrickstar._checkpoint.direct_writer import PAGES
-from patrickstar._cli.presets import PRESETS
 from patrickstar._layout.byte_size import format_size
 from patrickstar._memory.direct_io import PAGE_BYTES
+from patrickstar._models.presets import PRESETS
 
 BARE_THREADS = 2
 

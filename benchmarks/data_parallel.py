@@ -31,12 +31,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import GPT2LMHeadModel
 
 import patrickstar as ps
-from patrickstar._cli.presets import PRESETS
 from patrickstar._distributed.process_group import World
 from patrickstar._engine.param_init import make_layout, param_specs
 from patrickstar._layout.shard_group import ShardGroup
 from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.device_tier import DeviceTier
+from patrickstar._models.presets import PRESETS
 from patrickstar.testing import NoMeter
 
 

@@ -10,9 +10,9 @@ from report import publish
 
 import patrickstar as ps
 from patrickstar import Engine
-from patrickstar._cli.model_source import find_model
 from patrickstar._dry_run.report import DryRunReport
 from patrickstar._dry_run.simulation import simulate
+from patrickstar._models.model_source import find_model
 from patrickstar._perf_model.machine_spec import find_machine
 
 MACHINE = "8xV100-32GB"

@@ -27,7 +27,6 @@ from torch.optim.lr_scheduler import LambdaLR
 import patrickstar as ps
 from patrickstar import testing
 from patrickstar._cli.corpus import standard_library
-from patrickstar._cli.model_source import find_model
 from patrickstar._cli.sampler import BatchSampler
 from patrickstar._cli.tokenizer import _encode, train_tokenizer
 from patrickstar._cli.train import learning_rate_factor
@@ -35,6 +34,7 @@ from patrickstar._kernels.adam import AdamRule
 from patrickstar._kernels.adam_8bit import Adam8bitRule
 from patrickstar._kernels.cpp_backend import CppBackend
 from patrickstar._kernels.update_rule import Gradient, Span
+from patrickstar._models.model_source import find_model
 
 Tokens = list[NDArray[np.unsignedinteger]]
 RATE, DECAY = 1e-3, 0.01

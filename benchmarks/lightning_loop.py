@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader
 from trainer import WARM_UP, Loop, build, compare
 
-from patrickstar._cli.presets import PRESETS
+from patrickstar._models.presets import PRESETS
 from patrickstar.integrations.lightning import PatrickStarStrategy
 
 

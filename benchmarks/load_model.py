@@ -23,8 +23,8 @@ from transformers import AutoModelForCausalLM
 
 import patrickstar as ps
 from patrickstar._checkpoint.safetensors_file import SafetensorsFile, TensorEntry
-from patrickstar._cli.presets import PRESETS
 from patrickstar._layout.byte_size import format_size
+from patrickstar._models.presets import PRESETS
 from patrickstar.integrations.transformers import from_pretrained
 from patrickstar.integrations.transformers._model_builder import build_model, parameters_on_meta
 from patrickstar.integrations.transformers._model_folder import tensors_of

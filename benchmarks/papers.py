@@ -17,9 +17,9 @@ from transformers import T5ForConditionalGeneration
 
 import patrickstar as ps
 from patrickstar import Engine
-from patrickstar._cli.model_source import find_model
-from patrickstar._cli.presets import PRESETS, T5_PRESETS
 from patrickstar._dry_run.simulation import simulate
+from patrickstar._models.model_source import find_model
+from patrickstar._models.presets import PRESETS, T5_PRESETS
 from patrickstar._perf_model.gpt_costs import Gpt
 from patrickstar._perf_model.machine_spec import Machine, find_machine
 from patrickstar._perf_model.mesh import Mesh

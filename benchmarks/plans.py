@@ -14,12 +14,12 @@ from report import publish
 
 import patrickstar as ps
 from patrickstar import Engine
-from patrickstar._cli.dry_run import language_model_workloads
-from patrickstar._cli.model_source import find_model
 from patrickstar._dry_run.simulation import simulate
 from patrickstar._layout.byte_size import format_size
+from patrickstar._models.model_source import find_model
 from patrickstar._perf_model.machine_spec import find_machine
 from patrickstar._perf_model.perf_model import estimate, min_transfer_bytes
+from patrickstar._plan.traced_model import language_model
 
 CASES = (
     ("gpt-4b", "8xV100-32GB", 8, False),
@@ -49,7 +49,7 @@ def row(name: str, machine_name: str, batch: int, disk: bool, clipped: bool, dir
         engine.optimizer.step()
         engine.optimizer.zero_grad()
 
-    work = language_model_workloads(source, 1024, machine)(batch, True)
+    work = language_model(source, 1024).workloads(machine)(batch, True)
     start = time.perf_counter()
     config = ps.Config(device="cpu", disk=ps.Disk(directory) if disk else None)
     report = simulate(Engine, model, config, step, machine)

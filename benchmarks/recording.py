@@ -22,7 +22,7 @@ from report import publish
 from trainer import build
 
 import patrickstar as ps
-from patrickstar._cli.presets import PRESETS
+from patrickstar._models.presets import PRESETS
 from patrickstar._report.page import write_report
 from patrickstar._report.run_file import read_run
 

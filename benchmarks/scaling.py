@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 from report import RESULTS
 
-from patrickstar._cli.presets import MOE_PRESETS, PRESETS
 from patrickstar._layout.byte_size import format_size
 from patrickstar._memory.machine_name import machine_name
+from patrickstar._models.presets import MOE_PRESETS, PRESETS
 from patrickstar._perf_model.experts import Experts
 from patrickstar._perf_model.gpt_costs import Gpt
 from patrickstar._perf_model.machine_spec import Machine, Network, find_machine
@@ -263,7 +263,7 @@ figure has its limit beside it: what the busiest resource alone would take or al
 The cluster consists of Angel-PTM's servers (`8xA100-40GB-11TB`), for which its paper gives 16 adapters of 12.5 GB/s.
 Its abstract says that experiments with GPT3-175B and T5-MoE-1.2T on hundreds of GPUs verify strong scalability. We know
 neither the figures of these experiments nor batch, length and the shape of the T5, so there is no error to state. The
-shape of T5-MoE-1.2T is assumed (`_cli/presets.py`). Replicas are as small as fits in memory.
+shape of T5-MoE-1.2T is assumed (`_models/presets.py`). Replicas are as small as fits in memory.
 
 GPT-175B, {gpt_batch} x {gpt_sequence} tokens per GPU, with recomputation:
 

@@ -17,8 +17,8 @@ from report import publish
 from transformers import GPT2LMHeadModel
 
 import patrickstar as ps
-from patrickstar._cli.presets import PRESETS
 from patrickstar._layout.byte_size import format_size, parse_size
+from patrickstar._models.presets import PRESETS
 from patrickstar.errors import BudgetError
 from patrickstar.testing import ReferenceTrainer
 

@@ -33,10 +33,10 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import patrickstar as ps
 from patrickstar._cli.corpus import Corpus, standard_library
-from patrickstar._cli.model_source import find_model
 from patrickstar._cli.sampler import BatchSampler
 from patrickstar._cli.tokenizer import _encode, train_tokenizer
 from patrickstar._cli.train import learning_rate_factor
+from patrickstar._models.model_source import find_model
 from patrickstar._step.update_log import FORMAT
 from patrickstar.testing import NoMeter
 

@@ -16,7 +16,7 @@ from report import publish
 from transformers import GPT2LMHeadModel
 
 import patrickstar as ps
-from patrickstar._cli.presets import PRESETS
+from patrickstar._models.presets import PRESETS
 from patrickstar.testing import ReferenceTrainer
 
 

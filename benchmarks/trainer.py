@@ -18,7 +18,7 @@ from report import publish
 from transformers import GPT2LMHeadModel, PreTrainedModel, TrainerCallback, TrainingArguments
 
 import patrickstar as ps
-from patrickstar._cli.presets import PRESETS
+from patrickstar._models.presets import PRESETS
 from patrickstar.integrations.transformers import Trainer
 
 WARM_UP = 4

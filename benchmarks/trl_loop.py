@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig
 from trl.trainer.sft_trainer import add_fused_lm_head
 
-from patrickstar._cli.presets import PRESETS
+from patrickstar._models.presets import PRESETS
 from patrickstar.integrations.trl import SFTTrainer
 
 PAD = "<pad>"

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from patrickstar._cli.presets import PRESETS
+from patrickstar._models.presets import PRESETS
 from patrickstar.integrations.transformers._model_builder import parameters_on_meta
 
 LLAMAS: dict[str, dict[str, Any]] = {

@@ -18,9 +18,9 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from patrickstar._cli.model_source import find_model
-from patrickstar._cli.open_models import OPEN_MODELS, find_open_model
-from patrickstar._cli.presets import EXPERT_PRESETS, PRESETS, T5_PRESETS
+from patrickstar._models.model_source import find_model
+from patrickstar._models.open_models import OPEN_MODELS, find_open_model
+from patrickstar._models.presets import EXPERT_PRESETS, PRESETS, T5_PRESETS
 from patrickstar._perf_model.experts import Experts
 from patrickstar._perf_model.t5_costs import T5
 from patrickstar.errors import ConfigError, ModelError

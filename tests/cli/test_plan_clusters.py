@@ -6,10 +6,10 @@ import pytest
 from typer.testing import CliRunner
 
 from patrickstar._cli.main import app
-from patrickstar._cli.planned_model import find_planned_model
-from patrickstar._cli.presets import PRESETS
+from patrickstar._models.presets import PRESETS
 from patrickstar._perf_model.machine_spec import find_machine
 from patrickstar._perf_model.mesh import Mesh
+from patrickstar._plan.planned_model import find_planned_model
 from patrickstar.errors import ConfigError
 
 runner = CliRunner()

@@ -2,13 +2,13 @@
 
 import json
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from browser import VIEWS, assert_accessible, assert_drawn, opened_page
 from torch import nn
 from typer.testing import CliRunner
 
@@ -23,7 +23,6 @@ from patrickstar._schedule.placement import Tier
 CONFIG = {"model_type": "gpt2", "n_layer": 4, "n_embd": 64, "n_head": 2, "n_positions": 64, "vocab_size": 300}
 CONFIG |= {"bos_token_id": 0, "eos_token_id": 0}
 STEPS = 8
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +148,7 @@ def test_what_is_no_log_is_refused(text: str | None, told: str, tmp_path: Path) 
 def test_a_page_that_can_not_be_written_is_named(log: Path, tmp_path: Path) -> None:
     done = report(log, "--output", tmp_path / "missing" / "page.html")
     assert done.exit_code == 2
-    assert "page.html can't be written: No such file or directory; choose another --output" in done.stderr
+    assert "page.html can't be written: No such file or directory; choose another file" in done.stderr
 
 
 def test_many_timelines_are_thinned(log: Path) -> None:
@@ -165,59 +164,25 @@ def test_many_timelines_are_thinned(log: Path) -> None:
 @pytest.fixture
 def page(log: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
     """Open the page of the run in Chromium, with the theme and the width of the parameter."""
-    if CHROMIUM is None:
-        pytest.skip("Chromium is not installed: apt install chromium")
-    playwright = pytest.importorskip(
-        "playwright.sync_api", reason="playwright is not installed: pip install playwright"
-    )
-    scheme, width = request.param
     assert report(log, "--output", tmp_path / "page.html").exit_code == 0
-    with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        opened = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme).new_page()
-        opened.problems = []
-        opened.on("console", lambda message: opened.problems.append(message.text) if message.type == "error" else None)
-        opened.on("pageerror", lambda error: opened.problems.append(str(error)))
-        opened.on("request", lambda asked: None if asked.url.startswith("file:") else opened.problems.append(asked.url))
-        opened.goto((tmp_path / "page.html").as_uri())
-        opened.wait_for_selector(".picture .main-svg")
+    with opened_page(tmp_path / "page.html", *request.param) as opened:
         yield opened
-        browser.close()
-
-
-VIEWS = [("light", 1280), ("dark", 390)]
 
 
 @pytest.mark.parametrize("page", VIEWS, indirect=True, ids=["light and wide", "dark and narrow"])
 def test_browser(page: Any) -> None:
     """Every picture is drawn, a chunk's parameters show on hover, keys work, and axe finds no violation."""
-    drawn = page.locator(".picture:visible")
-    assert drawn.count() >= 8
-    for number in range(drawn.count()):
-        picture = drawn.nth(number)
-        assert picture.locator(".main-svg").count() > 0
-        assert picture.locator(".trace, .hm, .bars, .scatterlayer, .heatmaplayer image").count() > 0
-    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), (
-        "the page is wider than the window"
-    )
+    assert page.locator(".picture:visible").count() >= 8
+    assert_drawn(page)
     heat = page.locator(".picture[data-figure$=residency]:visible .nsewdrag")
     heat.scroll_into_view_if_needed()
     box = heat.bounding_box()
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 3)
     page.wait_for_selector(".hoverlayer .hovertext")
     assert "transformer." in page.locator(".hoverlayer .hovertext").first.text_content()
-    before = page.evaluate("document.documentElement.dataset.theme")
     page.keyboard.press("Escape")
-    page.locator("#theme").focus()
-    page.keyboard.press("Enter")
-    assert page.evaluate("document.documentElement.dataset.theme") != before
     page.locator("#step0").focus()
     page.keyboard.press("ArrowUp")
     assert page.locator("#run0-step4").is_visible() and not page.locator("#run0-step8").is_visible()
     page.wait_for_selector("#run0-step4 .picture .main-svg")
-    axe = pytest.importorskip(
-        "axe_core_python.sync_playwright", reason="axe is not installed: pip install axe-core-python"
-    )
-    found = axe.Axe().run(page)
-    assert [(each["id"], each["nodes"][0]["html"]) for each in found["violations"]] == []
-    assert page.problems == []
+    assert_accessible(page)

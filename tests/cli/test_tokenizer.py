@@ -11,7 +11,8 @@ from tokenizers import Tokenizer
 
 from patrickstar._cli.corpus import Corpus, open_corpus
 from patrickstar._cli.sampler import BatchSampler
-from patrickstar._cli.tokenizer import END_TOKEN, Vocabulary, cache_folder, load_tokens, train_tokenizer
+from patrickstar._cli.tokenizer import END_TOKEN, cache_folder, load_tokens, train_tokenizer
+from patrickstar._models.vocabulary import Vocabulary
 from patrickstar.errors import ConfigError, DataError, ModelError
 
 TEXT = "".join(f"def f{i}(x):\n    return x + {i}\n" for i in range(40))

@@ -19,9 +19,9 @@ from typer.testing import CliRunner, Result
 from patrickstar import StepStats
 from patrickstar._cli.console import Progress
 from patrickstar._cli.main import app
-from patrickstar._cli.model_source import find_model
 from patrickstar._cli.train import learning_rate_factor
 from patrickstar._engine.run_log import RunLog, StepRecord
+from patrickstar._models.model_source import find_model
 
 CONFIG = {
     "model_type": "gpt2",

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from patrickstar._cli.presets import PRESETS
 from patrickstar._engine.engine import Engine
 from patrickstar._engine.param_init import make_layout, param_specs
 from patrickstar._layout.chunk_mapping import align
 from patrickstar._layout.schema import EXP_AVG, EXP_AVG_SQ, PARAM16, PARAM32
+from patrickstar._models.presets import PRESETS
 from patrickstar.testing import NoMeter
 
 from .models import check_alignment, config

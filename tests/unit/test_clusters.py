@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from sampling import draws
 
-from patrickstar._cli.presets import MOE_PRESETS, PRESETS, T5_PRESETS
+from patrickstar._models.presets import MOE_PRESETS, PRESETS, T5_PRESETS
 from patrickstar._perf_model.checkpoint_cost import checkpoint_cost
 from patrickstar._perf_model.experts import Experts
 from patrickstar._perf_model.gpt_costs import Gpt

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling import draws
 
-from patrickstar._cli.presets import T5_PRESETS
+from patrickstar._models.presets import T5_PRESETS
 from patrickstar._perf_model.gpt_costs import SAVED_BYTES_PER_SCORE, Gpt
 from patrickstar._perf_model.t5_costs import T5
 from patrickstar._perf_model.workload import t5_workload

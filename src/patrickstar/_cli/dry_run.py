@@ -1,22 +1,19 @@
-"""Dry runs of training commands, and workloads that plans trace."""
+"""Dry runs of training commands."""
 
 import os
-from functools import partial
 
-import torch
 from rich.console import Console
 
 import patrickstar as ps
 from patrickstar._cli.console import print_row, print_text
 from patrickstar._cli.late_updates import late_steps
-from patrickstar._cli.model_source import ModelSource, find_model
 from patrickstar._cli.train_options import TrainOptions
-from patrickstar._cli.training_setup import check_sequence, sample_ids, to_meta, training_config
+from patrickstar._cli.training_setup import training_config
 from patrickstar._dry_run.report import DryRunReport
-from patrickstar._dry_run.simulation import Step, forward_backward_step, simulate, simulate_on_this_machine
-from patrickstar._dry_run.traced_workload import traced_workloads
-from patrickstar._perf_model.machine_spec import Machine, find_machine
-from patrickstar._perf_model.workload import Workloads
+from patrickstar._dry_run.simulation import simulate, simulate_on_this_machine
+from patrickstar._models.model_source import find_model
+from patrickstar._models.training_step import token_ids, training_step
+from patrickstar._perf_model.machine_spec import find_machine
 from patrickstar.errors import ConfigError
 from patrickstar.integrations._meshes import MeshSizes
 
@@ -45,19 +42,9 @@ def dry_run_training(
         )
     config = training_config(options)
     source = find_model(options.model, options.vocab_size)
-    check_sequence(options.sequence, source)
-    ids = sample_ids(options)
-
-    def step(engine: ps.Engine) -> None:
-        for number in range(options.accumulation):
-            loss = engine(input_ids=ids, labels=ids).loss / options.accumulation
-            engine.backward(loss, accumulate=number < options.accumulation - 1)
-        if options.max_norm > 0:
-            engine.clip_grad_norm_(options.max_norm)
-        engine.optimizer.step()
-        engine.optimizer.zero_grad()
-
-    build = to_meta(source, options.activation_checkpointing)
+    source.check_sequence(options.sequence)
+    step = training_step(token_ids(options.batch, options.sequence), options.accumulation, options.max_norm)
+    build = source.to_meta(options.activation_checkpointing)
 
     def run(config: ps.Config) -> DryRunReport:
         if machine is None or machine == "here":
@@ -68,18 +55,8 @@ def dry_run_training(
 
     report = run(config)
     print_text(console, str(report))
+    print_row(console, "compare", "`patrickstar plan` finds the fastest batch, and the least time of any placement")
     if config.update is None and processes == 1:
         for label, text in late_steps(report, config, run):
             print_row(console, label, text)
     return report
-
-
-def language_model_workloads(source: ModelSource, sequence: int, machine: Machine) -> Workloads:
-    """Return the workload of a language model's step as a function of batch and checkpointing."""
-
-    def step_of(batch: int) -> Step:
-        ids = torch.zeros(batch, sequence, dtype=torch.int64, device="cpu")
-        return forward_backward_step(lambda out: out.loss, (), {"input_ids": ids, "labels": ids})
-
-    build = partial(to_meta, source)
-    return traced_workloads(ps.Engine, build, step_of, lambda batch: batch * sequence, machine)

@@ -247,6 +247,14 @@ def plan(
     ] = None,
     largest: Annotated[bool, typer.Option("--largest", help="Find the largest GPT that fits.")] = False,
     least_tflops: Annotated[float, typer.Option(min=0, help="With --largest: minimum speed per GPU.")] = 0.0,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run/--no-dry-run",
+            help="Let the engine run a step on the simulated machine, which takes seconds, beside the estimate.",
+        ),
+    ] = True,
+    html: Annotated[Path | None, typer.Option(help="Also write the plan as a page for a browser to this file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
     traceback: Annotated[bool, typer.Option("--traceback", help="Print the traceback of an error.")] = False,
 ) -> None:

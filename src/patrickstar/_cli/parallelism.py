@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from torch import nn
 from transformers import PreTrainedModel
 
-from patrickstar._cli.model_source import ModelSource
-from patrickstar._cli.presets import EXPERT_PRESETS
 from patrickstar._cli.train_options import TrainOptions
 from patrickstar._distributed.process_group import Processes
+from patrickstar._models.model_source import ModelSource
+from patrickstar._models.presets import EXPERT_PRESETS
 from patrickstar.errors import ConfigError
 from patrickstar.integrations._meshes import Meshes, MeshSizes, meshes
 from patrickstar.integrations.transformers._parallelize import parallelize

@@ -3,10 +3,10 @@
 import psutil
 import torch
 
-from patrickstar._cli.presets import PRESETS
 from patrickstar._cli.train_options import TrainOptions
 from patrickstar._layout.byte_size import format_size, parse_size
 from patrickstar._layout.schema import schema_for
+from patrickstar._models.presets import PRESETS
 from patrickstar.config import Config
 from patrickstar.errors import BudgetError
 

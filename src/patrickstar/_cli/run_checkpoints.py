@@ -14,10 +14,10 @@ from patrickstar._checkpoint.metadata import read_rank
 from patrickstar._checkpoint.storage_reader import CheckpointReader
 from patrickstar._cli.corpus import Corpus
 from patrickstar._cli.launcher import find_agent
-from patrickstar._cli.model_source import ModelSource
 from patrickstar._cli.tokenizer import tokenizer_text
 from patrickstar._cli.train_options import TrainOptions
 from patrickstar._distributed.process_group import Processes
+from patrickstar._models.model_source import ModelSource
 from patrickstar.errors import CheckpointError, ConfigError
 
 FIXED_OPTIONS = ("lr", "weight_decay")

@@ -3,7 +3,6 @@
 import hashlib
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from tempfile import mkstemp
@@ -15,6 +14,7 @@ from tokenizers import __version__ as tokenizers_version
 
 from patrickstar._cli.corpus import Corpus
 from patrickstar._memory.cpu_allocator import cache_folder
+from patrickstar._models.vocabulary import Vocabulary, read_tokenizer
 from patrickstar.errors import ConfigError, DataError, ModelError
 
 END_TOKEN = "<|endoftext|>"
@@ -25,23 +25,6 @@ SMALLEST_VOCABULARY = 257
 _CACHE_VERSION = 1
 # Documents encoded together: enough to use all cores, few enough to limit the memory of the encodings.
 _DOCUMENTS_AT_ONCE = 64
-
-
-@dataclass(frozen=True)
-class Vocabulary:
-    """Vocabulary of ``size`` tokens, trained on the text unless a ``tokenizer.json`` is given as ``file``.
-
-    ``end_id`` follows every document; a trained vocabulary begins with it.
-    """
-
-    size: int
-    file: Path | None = None
-    end_id: int | None = 0
-
-    def key(self) -> str:
-        """Return a key that is equal for vocabularies that encode every text equally."""
-        origin = "trained" if self.file is None else hashlib.sha256(_read_given(self.file)).hexdigest()
-        return f"{self.size} {origin} {self.end_id}"
 
 
 def load_tokens(corpus: Corpus, vocabulary: Vocabulary) -> NDArray[np.unsignedinteger]:
@@ -110,7 +93,7 @@ def _tokenizer(corpus: Corpus, vocabulary: Vocabulary, cached: Path) -> Tokenize
         _write_atomically(cached, lambda path: tokenizer.save(str(path)))
         return tokenizer
     try:
-        given: Tokenizer = Tokenizer.from_buffer(_read_given(vocabulary.file))
+        given: Tokenizer = Tokenizer.from_buffer(read_tokenizer(vocabulary.file))
     except Exception as error:  # the library raises bare Exceptions
         raise ModelError(f"the tokenizer {vocabulary.file} can't be read: {error}") from error
     if given.get_vocab_size() > vocabulary.size:
@@ -118,13 +101,6 @@ def _tokenizer(corpus: Corpus, vocabulary: Vocabulary, cached: Path) -> Tokenize
             f"the tokenizer {vocabulary.file} has {given.get_vocab_size()} tokens and the model only {vocabulary.size}"
         )
     return given
-
-
-def _read_given(file: Path) -> bytes:
-    try:
-        return file.read_bytes()
-    except OSError as error:
-        raise ModelError(f"the tokenizer {file} can't be read: {error.strerror}") from error
 
 
 def _encode(tokenizer: Tokenizer, corpus: Corpus, vocabulary: Vocabulary) -> NDArray[np.unsignedinteger]:

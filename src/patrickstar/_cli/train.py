@@ -16,20 +16,21 @@ from torch.optim.lr_scheduler import LambdaLR
 import patrickstar as ps
 from patrickstar._cli.console import LEGEND, Progress, print_summary, print_text
 from patrickstar._cli.corpus import Corpus, open_corpus
-from patrickstar._cli.model_source import ModelSource, find_model
 from patrickstar._cli.parallelism import Parallelism
 from patrickstar._cli.run_checkpoints import ResumeOptions, RunMetadata
 from patrickstar._cli.sampler import BatchSampler
 from patrickstar._cli.summary import Summary
 from patrickstar._cli.tokenizer import load_tokens
 from patrickstar._cli.train_options import TrainOptions
-from patrickstar._cli.training_setup import check_sequence, sample_ids, to_meta, training_config
+from patrickstar._cli.training_setup import training_config
 from patrickstar._distributed.process_group import World
 from patrickstar._engine.initialize import check_fit, create_engine
 from patrickstar._engine.recording import Recording
-from patrickstar._engine.tensorboard_log import summary_writer
 from patrickstar._engine.run_log import RunLog, StepRecord
+from patrickstar._engine.tensorboard_log import summary_writer
 from patrickstar._memory.machine_name import machine_name
+from patrickstar._models.model_source import ModelSource, find_model
+from patrickstar._models.training_step import token_ids
 from patrickstar.errors import TrainingError
 from patrickstar.integrations._meshes import MeshSizes
 
@@ -66,12 +67,14 @@ def train(options: TrainOptions, console: Console) -> Summary | None:
     if options.tensorboard is not None:
         summary_writer()  # refused before the model is built if it is not installed
     source = find_model(options.model, options.vocab_size)
-    check_sequence(options.sequence, source)
+    source.check_sequence(options.sequence)
     parallelism = Parallelism.of(options, source, world, device.type)
     swap_bytes = 0
     if alone:
-        build = to_meta(source, options.activation_checkpointing)
-        swap_bytes = check_fit(build, config, dict.fromkeys(("input_ids", "labels"), sample_ids(options)))
+        build = source.to_meta(options.activation_checkpointing)
+        swap_bytes = check_fit(
+            build, config, dict.fromkeys(("input_ids", "labels"), token_ids(options.batch, options.sequence))
+        )
     corpus = open_corpus(options.data)
     resume = ResumeOptions.of(options, world)
     if resume.step >= options.steps:

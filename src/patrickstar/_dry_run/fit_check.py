@@ -1,7 +1,7 @@
 """Check before training whether a step fits, and find settings with which a refused step would run."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,13 @@ class Trial:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     checkpointing: bool = False
+
+    @classmethod
+    def of(cls, config: Config, sample: Any) -> "Trial":
+        """Return the step of a sample: a tensor, a tuple of arguments, or a mapping of keyword arguments."""
+        if isinstance(sample, Mapping):
+            return cls(config, (), dict(sample))
+        return cls(config, (sample,) if isinstance(sample, torch.Tensor) else tuple(sample), {})
 
 
 class FitCheck:

@@ -169,12 +169,7 @@ def check_fit(
     from patrickstar._dry_run.fit_check import Trial
 
     check = _fit_check(model, config.find_device(), loss)
-    trial = None
-    if sample is not None:
-        kwargs = dict(sample) if isinstance(sample, Mapping) else {}
-        trial = Trial(
-            config, () if kwargs else (sample,) if isinstance(sample, torch.Tensor) else tuple(sample), kwargs
-        )
+    trial = None if sample is None else Trial.of(config, sample)
     try:
         swap_bytes = check.check_model_data(config)
         if trial is not None:

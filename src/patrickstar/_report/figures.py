@@ -9,14 +9,13 @@ from typing import Any
 
 from patrickstar._layout.byte_size import format_size
 from patrickstar._layout.schema import PARAM16
+from patrickstar._report.html_page import Figure
 from patrickstar._report.memory_curves import CATEGORIES, memory_curves
 from patrickstar._report.residency_map import NOWHERE, PLACES, residency_map
 from patrickstar._report.run_file import Run
 from patrickstar._report.stalls import chunk_name, named_stalls
 from patrickstar._schedule.placement import Tier
 from patrickstar._schedule.step_timeline import Channel, StepTimeline
-
-Figure = dict[str, Any]
 
 MIB = 1 << 20
 COMPUTE = "computation"

@@ -1,32 +1,25 @@
 """Page of a report: one HTML file with all pictures, which needs no network."""
 
 import html
-import json
-from collections.abc import Iterable, Sequence
-from importlib.resources import files
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from string import Template
-from typing import Any
 
 from patrickstar._layout.byte_size import format_size
 from patrickstar._report.advice import advice
 from patrickstar._report.figures import (
     CURVES,
-    Figure,
     channels_figure,
     memory_figure,
     residency_figure,
     steps_figure,
 )
+from patrickstar._report.html_page import Figure, cards, html_page, picture, table, write_page
 from patrickstar._report.memory_curves import memory_curves
 from patrickstar._report.run_file import Run
 from patrickstar._report.stalls import NamedStall, longest, named_stalls, stalled_s
 from patrickstar._schedule.placement import Tier
 from patrickstar._schedule.step_timeline import StepTimeline
-from patrickstar.errors import ConfigError
-
-ASSETS = files("patrickstar._report") / "assets"
 
 PICTURES = {
     "channels": ("Channels and waits", "When each channel was busy, and what computation waited for."),
@@ -61,11 +54,7 @@ def write_report(runs: Sequence[Run], path: Path) -> None:
     Raises:
         ConfigError: The file can't be written.
     """
-    text = page(runs)
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"the report {path} can't be written: {error.strerror}; choose another --output") from error
+    write_page(page(runs), path)
 
 
 def page(runs: Sequence[Run]) -> str:
@@ -74,18 +63,7 @@ def page(runs: Sequence[Run]) -> str:
     body = [_section(run, number, figures) for number, run in enumerate(runs)]
     body.append(_steps_section(runs, figures))
     title = " and ".join(run.description["model"] for run in runs)
-    return Template(_asset("page.html")).substitute(
-        title=html.escape(f"{title}: report"),
-        css=_asset("page.css"),
-        plotly=_asset("plotly-cartesian.min.js"),
-        script=_asset("page.js"),
-        figures=json.dumps(figures, separators=(",", ":")).replace("</", "<\\/"),
-        body="\n".join(body),
-    )
-
-
-def _asset(name: str) -> str:
-    return (ASSETS / name).read_text(encoding="utf-8")
+    return html_page(f"{title}: report", "\n".join(body), figures)
 
 
 def _section(run: Run, number: int, figures: dict[str, Figure]) -> str:
@@ -140,7 +118,7 @@ def _cards(run: Run) -> str:
     losses = [step["loss"] for step in run.steps if step.get("loss") is not None]
     peak = max((memory_curves(each, Tier.DEVICE).peak for each in run.timelines), default=0)
     ratio = about["model_data_bytes"] / about["device_budget_bytes"]
-    cards = [
+    texts = [
         ("step", f"{seconds:.3g} s", "median of the second half"),
         *([("speed", f"{median(tokens):,.0f} tokens/s", "median of the second half")] if tokens else []),
         ("waiting", f"{stalled / seconds:.0%}", "of a step, for transfers"),
@@ -148,7 +126,7 @@ def _cards(run: Run) -> str:
         *([("device peak", format_size(peak), f"of {format_size(about['device_budget_bytes'])}")] if peak else []),
         *([("loss", f"{losses[-1]:.4f}", f"{losses[0]:.4f} in the first step")] if losses else []),
     ]
-    return '<dl class="cards">' + "".join(map(_card, cards)) + "</dl>"
+    return cards(texts)
 
 
 COMPARED = {
@@ -172,38 +150,25 @@ def _said_and_took(run: Run) -> str:
             texts = [f"{each:.3g} s" if name == "seconds" else format_size(round(each)) for each in (said, took)]
             rows.append((title, *texts, f"{took / said:.2f}" if said else ""))
     rows.insert(1, ("lower bound of that plan", f"{run.plan['bound_s']:.3g} s", "", ""))
-    table = _table(("of a step", "said", "took", "took / said"), rows, "Table of what was said and what it took")
-    return f'<div class="said"><h2>What the dry run said, and what it took</h2>{table}</div>'
-
-
-def _card(card: tuple[str, str, str]) -> str:
-    name, value, note = map(html.escape, card)
-    return f"<div><dt>{name}</dt><dd>{value}<small>{note}</small></dd></div>"
+    compared = table(("of a step", "said", "took", "took / said"), rows, "Table of what was said and what it took")
+    return f'<div class="said"><h2>What the dry run said, and what it took</h2>{compared}</div>'
 
 
 def _step(key: str, run: Run, timeline: StepTimeline, stalls: Sequence[NamedStall], shown: bool) -> str:
     sentences = "".join(f"<li>{html.escape(text)}</li>" for text in advice(run, timeline, stalls))
-    pictures = "".join(_picture(f"{key}-{name}", *texts) for name, texts in PICTURES.items())
+    pictures = "".join(picture(f"{key}-{name}", *texts) for name, texts in PICTURES.items())
     rows = [
         (f"{1e3 * each.seconds:.2f}", each.parameter, each.channel, each.reason[:1].upper() + each.reason[1:])
         for each in longest(stalls)
     ]
-    table = "<p>Computation waited for nothing.</p>"
+    waits = "<p>Computation waited for nothing.</p>"
     if rows:
-        table = _table(("ms", "waited for", "channel", "why"), rows, f"Table of the waits of step {timeline.step}")
+        waits = table(("ms", "waited for", "channel", "why"), rows, f"Table of the waits of step {timeline.step}")
     summary = f"Step {timeline.step} took {timeline.seconds:.3f} s; computation waited {stalled_s(stalls):.3f} s of it."
     return (
         f'<div class="step" id="{key}" data-group="{key.partition("-")[0]}"{"" if shown else " hidden"}>'
         f"<h2>What would make it faster</h2><p>{summary}</p><ul>{sentences}</ul>{pictures}"
-        f"<h2>Longest waits</h2>{table}</div>"
-    )
-
-
-def _picture(key: str, title: str, explanation: str) -> str:
-    picture = f'<div class="picture" data-figure="{key}" role="img" aria-labelledby="{key}-title"></div>'
-    return (
-        f'<figure><figcaption><h2 id="{key}-title">{html.escape(title)}</h2><p>{html.escape(explanation)}</p>'
-        f'</figcaption><ul class="key"></ul>{picture}</figure>'
+        f"<h2>Longest waits</h2>{waits}</div>"
     )
 
 
@@ -213,14 +178,5 @@ def _steps_section(runs: Sequence[Run], figures: dict[str, Figure]) -> str:
         figure = steps_figure(runs, name)
         if figure is not None:
             figures[f"steps-{name}"] = figure
-            pictures.append(_picture(f"steps-{name}", TITLES[name], EXPLANATIONS[name]))
+            pictures.append(picture(f"steps-{name}", TITLES[name], EXPLANATIONS[name]))
     return f'<section><h1>All steps</h1><div class="grid">{"".join(pictures)}</div></section>'
-
-
-def _table(columns: Iterable[str], rows: Iterable[Sequence[Any]], name: str) -> str:
-    head = "".join(f'<th scope="col">{html.escape(column)}</th>' for column in columns)
-    body = "".join("<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)
-    return (
-        f'<div class="table" tabindex="0" role="region" aria-label="{name}"><table><thead><tr>{head}</tr>'
-        f"</thead><tbody>{body}</tbody></table></div>"
-    )

@@ -1,4 +1,4 @@
-"""Gains of a plan by more memory, another drive or more GPUs, and the life of its drive."""
+"""Gains of a plan by more memory, another drive, more GPUs or late updates, and the life of its drive."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -6,7 +6,11 @@ from dataclasses import dataclass, replace
 from patrickstar._perf_model.machine_parts import NVME_READ, NVME_WRITE
 from patrickstar._perf_model.machine_spec import DiskDrive, Machine
 from patrickstar._perf_model.mesh import Mesh
-from patrickstar._perf_model.perf_model import Estimate
+from patrickstar._perf_model.perf_model import Estimate, estimate
+from patrickstar.errors import BudgetError
+
+BestEstimate = Callable[[Machine, Mesh], Estimate | None]
+"""Returns the best estimate of a model on a machine and a mesh, None if it does not fit."""
 
 MORE_MEMORY = 32 * 10**9
 NEW_DRIVE = DiskDrive(capacity=2 * 10**12, read=NVME_READ, write=NVME_WRITE)
@@ -22,8 +26,8 @@ class Upgrade:
     estimate: Estimate | None
 
 
-def upgrades(machine: Machine, mesh: Mesh, best: Callable[[Machine, Mesh], Estimate | None]) -> list[Upgrade]:
-    """Return what each next part would bring. `best`: returns the estimate of a machine and a mesh."""
+def upgrades(machine: Machine, mesh: Mesh, best: BestEstimate) -> list[Upgrade]:
+    """Return what each next part would bring."""
     return [Upgrade(name, best(changed, wider)) for name, changed, wider in _changes(machine, mesh)]
 
 
@@ -50,9 +54,19 @@ def _changes(machine: Machine, mesh: Mesh) -> Iterator[tuple[str, Machine, Mesh]
         )
 
 
-def drive_days(machine: Machine, best: Estimate) -> float | None:
-    """Return the days of training after which the drives of a node have been written as often as they may be."""
+def lock_free(machine: Machine, best: Estimate) -> Estimate | None:
+    """Return the estimate with lock-free updates, for one process; None if they do not fit or would gain nothing."""
+    if best.processes > 1 or not best.busiest.name.startswith("disk"):
+        return None
+    try:
+        return estimate(best.workload, machine, best.mesh, lock_free=True)
+    except BudgetError:
+        return None
+
+
+def drive_days(machine: Machine, best: Estimate, step_s: float) -> float | None:
+    """Return the days after which the drives of a node, with steps of `step_s`, have been written to their limit."""
     written = sum(load.amount for load in best.channels if load.name == "disk write") * best.mesh.gpus
     if machine.disk is None or not written:
         return None
-    return ENDURANCE * machine.disk.capacity / (written / best.seconds * 86400)
+    return ENDURANCE * machine.disk.capacity / (written / step_s * 86400)

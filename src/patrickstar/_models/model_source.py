@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,9 +15,10 @@ from transformers import (
     PreTrainedModel,
 )
 
-from patrickstar._cli.open_models import OPEN_MODELS, find_open_model
-from patrickstar._cli.presets import EXPERT_PRESETS, MOE_PRESETS, PRESETS, T5_PRESETS
-from patrickstar._cli.tokenizer import Vocabulary
+from patrickstar._dry_run.simulation import copy_to_meta
+from patrickstar._models.open_models import OPEN_MODELS, find_open_model
+from patrickstar._models.presets import EXPERT_PRESETS, MOE_PRESETS, PRESETS, T5_PRESETS, Preset
+from patrickstar._models.vocabulary import Vocabulary
 from patrickstar.errors import ConfigError, ModelError
 from patrickstar.integrations.transformers._folder_weights import FolderWeights
 from patrickstar.integrations.transformers._model_builder import build_model, parameters_on_meta, read_config
@@ -48,6 +50,20 @@ class ModelSource:
             return lambda: self._build(activation_checkpointing), None
         model = self.on_meta(activation_checkpointing)
         return model, FolderWeights(self.folder, model)
+
+    def to_meta(self, activation_checkpointing: bool) -> Callable[[], nn.Module]:
+        """Return a function that builds the model on the meta device, without reading its weights."""
+        if self.folder is None:
+            return lambda: self._build(activation_checkpointing)
+        return partial(copy_to_meta, self.on_meta(activation_checkpointing))
+
+    def check_sequence(self, sequence: int) -> None:
+        """Raise ConfigError if a sequence is longer than the positions of the model."""
+        if self.max_sequence is not None and sequence > self.max_sequence:
+            raise ConfigError(
+                f"the model {self.name} has positions for {self.max_sequence} tokens; use --sequence "
+                f"{self.max_sequence} or less instead of {sequence}"
+            )
 
     def on_meta(self, activation_checkpointing: bool) -> PreTrainedModel:
         """Return the model with its parameters on the meta device."""
@@ -99,6 +115,13 @@ def find_model(name: str, vocab_size: int | None = None) -> ModelSource:
     if vocab_size is not None:
         config.get_text_config().vocab_size = size = vocab_size
     return ModelSource(name, config, Vocabulary(size))
+
+
+def preset_source(name: str, preset: Preset) -> ModelSource:
+    """Return the model of a shape, with random weights."""
+    config = preset.config()
+    config.use_cache = False  # as in find_model
+    return ModelSource(name, config, Vocabulary(preset.vocab))
 
 
 def _unknown(name: str) -> str:

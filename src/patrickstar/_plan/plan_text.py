@@ -1,103 +1,19 @@
-"""Output of ``patrickstar plan``: a page, or plain data."""
+"""Text of a plan, as ``patrickstar plan`` prints it."""
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-
-from rich.console import Console
-
-from patrickstar._cli.console import print_text
-from patrickstar._cli.planned_model import PlannedModel
-from patrickstar._cli.upgrades import ENDURANCE, Upgrade, drive_days
 from patrickstar._layout.byte_size import format_size
 from patrickstar._perf_model.checkpoint_cost import checkpoint_cost
 from patrickstar._perf_model.machine_spec import Machine
 from patrickstar._perf_model.mesh import Mesh
-from patrickstar._perf_model.perf_model import ChannelLoad, Estimate, estimate
+from patrickstar._perf_model.perf_model import ChannelLoad, Estimate
 from patrickstar._perf_model.text_tables import channels_table, memory_table, rows
-from patrickstar.errors import BudgetError
+from patrickstar._plan.prediction import Prediction
+from patrickstar._plan.upgrades import ENDURANCE, Upgrade, lock_free
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Best estimate of a model on a machine, or on a cluster of such machines.
-
-    Attributes:
-        max_batch: Largest batch that fits.
-        one_gpu, one_node: Best estimates of the same model there; None if it does not fit, or is not smaller.
-        upgrades: What further parts would bring.
-    """
-
-    model: PlannedModel
-    machine: Machine
-    best: Estimate
-    max_batch: int
-    one_gpu: Estimate | None = None
-    one_node: Estimate | None = None
-    upgrades: Sequence[Upgrade] = ()
-
-    def efficiency(self, reference: Estimate | None) -> float | None:
-        """Return the tokens per second and GPU relative to those of a smaller mesh."""
-        if reference is None:
-            return None
-        return _tokens_per_gpu_s(self.best) / _tokens_per_gpu_s(reference)
-
-
-def _tokens_per_gpu_s(step: Estimate) -> float:
-    return step.tokens_per_s / step.mesh.processes
-
-
-def lock_free(machine: Machine, best: Estimate) -> Estimate | None:
-    """Return the estimate with lock-free updates, for one process; None if they do not fit or would gain nothing."""
-    if best.processes > 1 or not best.busiest.name.startswith("disk"):
-        return None
-    try:
-        return estimate(best.workload, machine, best.mesh, lock_free=True)
-    except BudgetError:
-        return None
-
-
-def plan_as_dict(plan: Plan) -> dict[str, object]:
-    """Return the plan as plain data, in bytes, seconds and operations; bytes of host and disk are per node."""
-    best, machine = plan.best, plan.machine
-    late = lock_free(machine, best)
-    checkpoint = checkpoint_cost(best.workload, machine, best.mesh)
-    experts = best.workload.experts
-    return {
-        "model": {"name": plan.model.name, "params": best.workload.all_params, "sequence": plan.model.sequence},
-        "machine": machine.model_dump(),
-        "mesh": asdict(best.mesh),
-        "processes": best.processes,
-        "batch": best.workload.batch,
-        "largest_batch": plan.max_batch,
-        "activation_checkpointing": best.workload.checkpointing,
-        "step_s": best.seconds,
-        "bound_s": best.bound_s,
-        "limited_by": best.busiest.name,
-        "tflops_per_process": best.tflops,
-        "tokens_per_s": best.tokens_per_s,
-        "efficiency": {"one_gpu": plan.efficiency(plan.one_gpu), "one_node": plan.efficiency(plan.one_node)},
-        "upgrades": {
-            each.name: None if each.estimate is None else each.estimate.tokens_per_s for each in plan.upgrades
-        },
-        "drive_days": drive_days(machine, best),
-        "free_tokens": best.free_tokens,
-        "imbalance": experts.imbalance if experts is not None else None,
-        "lock_free": None if late is None else {"step_s": late.seconds, "staleness": late.staleness},
-        "checkpoint": None if checkpoint is None else asdict(checkpoint),
-        "shares": asdict(best.shares),
-        "expert_shares": None if best.expert_shares is None else asdict(best.expert_shares),
-        "lanes": [asdict(channel) | {"idle_s": best.seconds - channel.seconds} for channel in best.channels],
-        "non_model_bytes": best.workload.non_model_bytes,
-        "model_data_bytes": best.model_data_bytes,
-        "device_bytes": best.device_bytes,
-        "host_bytes": best.host_bytes,
-        "disk_bytes": best.disk_bytes,
-    }
-
-
-def print_plan(console: Console, plan: Plan) -> None:
+def plan_text(plan: Prediction) -> str:
+    """Return the plan as text: the answer first, then what it consists of, and what to set."""
     best = plan.best
-    work, busiest = best.workload, best.busiest
+    work = best.workload
     unit = "process" if best.mesh.tp == 1 else "tensor-parallel group"
     activations = "recomputed in backward" if work.checkpointing else "kept for backward"
     summary = (
@@ -109,52 +25,82 @@ def print_plan(console: Console, plan: Plan) -> None:
             f"at most {plan.max_batch} fit",
         ),
         ("model data", f"{format_size(best.model_data_bytes)} per process, on all tiers together"),
+        *_step_rows(plan),
+        *remarks(plan),
+        *(("with", _upgrade(each, best)) for each in plan.upgrades),
+    )
+    parts = (
+        answer(plan),
+        rows(summary),
+        channels_table(loads(best), best.seconds),
+        memory_table(tiers(plan.machine, best)),
+        _choices(best),
+        f"to set:\n{config_text(plan.machine, best)}",
+    )
+    return "\n".join(parts)
+
+
+def answer(plan: Prediction) -> str:
+    """Return in one sentence whether the model fits and how fast it trains, with the bound."""
+    name, step = plan.model.name.partition(",")[0], f"{plan.batch} x {plan.model.sequence:,} tokens"
+    source = "estimated" if plan.dry_run is None else "in a dry run of the engine"
+    return (
+        f"{name} fits {plan.machine.name} and trains at {plan.tokens_per_s:,.0f} tokens/s: a step of {step} takes "
+        f"{plan.step_s:.2f} s {source}; no step takes less than {plan.bound_s:.2f} s, because of {plan.limited_by}."
+    )
+
+
+def _step_rows(plan: Prediction) -> list[tuple[str, str]]:
+    best, found = plan.best, []
+    if plan.dry_run is not None:
+        waits_s = sum(wait.seconds for wait in plan.dry_run.waits)
+        found.append(
+            (
+                "dry run",
+                f"{plan.step_s:.2f} s per step, of which computation waits {waits_s:.2f} s; "
+                f"`patrickstar train --dry-run --machine` shows such a step in full",
+            )
+        )
+    found.append(
         (
-            "step",
-            f"{best.seconds:.2f} s, of which the busiest resource alone takes {busiest.seconds:.2f} s: {busiest.name}",
-        ),
-        ("speed", f"{best.tflops:.1f} TFLOPS per process, {best.tokens_per_s:,.0f} tokens/s"),
+            "estimate",
+            f"{best.seconds:.2f} s per step at best, of which the busiest resource alone takes {plan.bound_s:.2f} s: "
+            f"{plan.limited_by}",
+        )
+    )
+    found.append(("speed", f"{plan.tflops:.1f} TFLOPS per process, {plan.tokens_per_s:,.0f} tokens/s"))
+    return found
+
+
+def remarks(plan: Prediction) -> list[tuple[str, str]]:
+    """Return a name and a text for each further property of the plan."""
+    best = plan.best
+    return [
         *_efficiency_row(plan),
         *_blocking_row(best),
         ("transfers", f"hidden behind computation from {best.free_tokens:,} tokens per process and step"),
         ("delayed", "updates would gain nothing here: a step takes as long as its busiest resource in either case"),
         *_lock_free_row(plan.machine, best),
         *_checkpoint_row(plan.machine, best),
-        *_drive_row(plan.machine, best),
-        *(("with", _upgrade(each, best)) for each in plan.upgrades),
-    )
-    parts = (
-        _answer(plan),
-        rows(summary),
-        channels_table(((load.name, load.seconds, _amount(load)) for load in best.channels), best.seconds),
-        memory_table(_tiers(plan.machine, best)),
-        _choices(best),
-        _config(plan.machine, best),
-    )
-    print_text(console, "\n".join(parts))
+        *_drive_row(plan),
+    ]
 
 
-def _answer(plan: Plan) -> str:
-    best, name = plan.best, plan.model.name.partition(",")[0]
-    speed = f"{best.tokens_per_s:,.0f} tokens/s, {best.seconds:.2f} s per step"
-    return f"{name} fits {plan.machine.name} and trains at {speed}; the limit is {best.busiest.name}."
-
-
-def _config(machine: Machine, best: Estimate) -> str:
+def config_text(machine: Machine, best: Estimate) -> str:
     """Return the configuration to paste. Budgets follow from the machine that trains."""
     disk = ', disk="FOLDER ON THE DRIVE"' if machine.disk is not None and best.disk_bytes else ""
     torchrun = "" if best.processes == 1 else f"torchrun --nproc-per-node {best.mesh.gpus} script.py\n"
     recompute = "model.activation_checkpointing_enable()\n" if best.workload.checkpointing else ""
     config = f'ps.Config(precision="bf16"{disk}, optimizer=ps.AdamW(lr=1e-4))'
-    return f"to set:\n{torchrun}{recompute}engine, optimizer = ps.initialize(model, {config})"
+    return f"{torchrun}{recompute}engine, optimizer = ps.initialize(model, {config})"
 
 
-def _drive_row(machine: Machine, best: Estimate) -> list[tuple[str, str]]:
+def _drive_row(plan: Prediction) -> list[tuple[str, str]]:
     """Return how long the drive of a node lasts."""
-    days = drive_days(machine, best)
-    if days is None or machine.disk is None:
+    days, disk = plan.drive_days, plan.machine.disk
+    if days is None or disk is None:
         return []
-    endurance = f"{ENDURANCE * machine.disk.capacity / 1e12:,.0f} TB"
+    endurance = f"{ENDURANCE * disk.capacity / 1e12:,.0f} TB"
     return [("drive", f"lasts {days:,.1f} days of training, if it may be written {endurance} (usual for its capacity)")]
 
 
@@ -181,7 +127,7 @@ def _described(machine: Machine, mesh: Mesh) -> str:
     return "; ".join([text, *parts])
 
 
-def _efficiency_row(plan: Plan) -> list[tuple[str, str]]:
+def _efficiency_row(plan: Prediction) -> list[tuple[str, str]]:
     """Return the tokens per second and GPU relative to one GPU and to one node."""
     smaller = [
         ("one GPU", plan.one_gpu, plan.best.mesh.processes > 1),
@@ -229,26 +175,32 @@ def _checkpoint_row(machine: Machine, best: Estimate) -> list[tuple[str, str]]:
     return [("checkpoint", f"{text} to read after a restart")]
 
 
+def loads(best: Estimate) -> list[tuple[str, float, str]]:
+    """Return name, busy seconds and amount of each resource."""
+    return [(load.name, load.seconds, _amount(load)) for load in best.channels]
+
+
 def _amount(channel: ChannelLoad) -> str:
     return f"{channel.amount / 1e12:,.1f}e12 op." if channel.name == "compute" else format_size(int(channel.amount))
 
 
-def _tiers(machine: Machine, best: Estimate) -> list[tuple[str, int, int]]:
+def tiers(machine: Machine, best: Estimate) -> list[tuple[str, int, int]]:
+    """Return name, used bytes and capacity of each tier."""
     non_model, each = best.workload.non_model_bytes, "each " if best.mesh.nodes > 1 else ""
     if machine.gpu is not None:
-        tiers = [
+        found = [
             ("each GPU", best.device_bytes, machine.gpu.memory),
             ("- non-model data", non_model, machine.gpu.memory),
             (f"{each}host", best.host_bytes, machine.host.memory),
         ]
     else:
-        tiers = [
+        found = [
             ("RAM", best.device_bytes + best.host_bytes, machine.host.memory),
             ("- non-model data", non_model, machine.host.memory),
         ]
     if machine.disk is not None:
-        tiers.append((f"{each}disk", best.disk_bytes, machine.disk.capacity))
-    return tiers
+        found.append((f"{each}disk", best.disk_bytes, machine.disk.capacity))
+    return found
 
 
 def _choices(best: Estimate) -> str:

@@ -1,13 +1,14 @@
-"""Models of ``patrickstar plan``: presets, whose workload is computed by formulas, and traced configurations."""
+"""Models that are planned: presets, whose workload is computed by formulas, and configurations and modules, traced."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from patrickstar._cli.open_models import OPEN_MODELS, find_open_model
-from patrickstar._cli.presets import EXPERT_PRESETS, MOE_PRESETS, PRESETS, T5_PRESETS
+from patrickstar._models.open_models import OPEN_MODELS, find_open_model
+from patrickstar._models.presets import EXPERT_PRESETS, MOE_PRESETS, PRESETS, T5_PRESETS, Preset
 from patrickstar._perf_model.experts import Experts
 from patrickstar._perf_model.gpt_costs import Gpt
 from patrickstar._perf_model.machine_spec import Machine
@@ -16,18 +17,25 @@ from patrickstar._perf_model.t5_costs import T5
 from patrickstar._perf_model.workload import Workloads, gpt_workload, t5_workload
 from patrickstar.errors import ConfigError
 
+if TYPE_CHECKING:
+    from patrickstar._plan.traced_model import TracedModel
+
 
 @dataclass(frozen=True)
 class PlannedModel:
     """Model to plan for.
 
     Attributes:
+        name: Its name and shape.
+        sequence: Tokens of a sequence.
         workloads: Returns the workloads of one process of a mesh.
+        traced: Returns the model as dry runs train it; None if they can't.
     """
 
     name: str
     sequence: int
     workloads: Callable[[Mesh], Workloads]
+    traced: "Callable[[], TracedModel] | None" = None
 
 
 def find_planned_model(name: str, sequence: int, machine: Machine, capacity_factor: float | None) -> PlannedModel:
@@ -50,7 +58,13 @@ def find_planned_model(name: str, sequence: int, machine: Machine, capacity_fact
         raise ConfigError(
             f"--capacity-factor {capacity_factor:g} is for presets with experts: {', '.join(MOE_PRESETS)}"
         )
-    return _traced(name, sequence, machine)
+    # Imported here because PyTorch takes seconds to load.
+    from patrickstar._models.model_source import find_model
+    from patrickstar._plan.traced_model import language_model
+
+    source = find_model(name)
+    source.check_sequence(sequence)
+    return planned_trace(language_model(source, sequence), machine)
 
 
 def planned_shape(name: str, shape: Gpt | T5, capacity_factor: float | None = None) -> PlannedModel:
@@ -63,8 +77,33 @@ def planned_shape(name: str, shape: Gpt | T5, capacity_factor: float | None = No
         layers, of_shape = f"{shape.layers} encoder and {shape.layers} decoder layers", partial(t5_workload, shape)
     else:
         layers, of_shape = f"{shape.layers} layers", partial(gpt_workload, shape)
+    traced = partial(_traced_preset, name, shape) if isinstance(shape, Preset) else None
     text = f"{name}, {layers} x {shape.hidden}{_described(shape.experts)}"
-    return PlannedModel(text, shape.sequence, lambda mesh: partial(of_shape, mesh=mesh))
+    return PlannedModel(text, shape.sequence, lambda mesh: partial(of_shape, mesh=mesh), traced)
+
+
+def planned_trace(model: "TracedModel", machine: Machine) -> PlannedModel:
+    """Return a model whose workload is traced in dry runs on a machine."""
+    workloads = model.workloads(machine)
+
+    def of_mesh(mesh: Mesh) -> Workloads:
+        if mesh.lockstep:
+            raise ConfigError(
+                f"--tp {mesh.tp} --ep {mesh.ep}: {model.name} is traced as one process runs it; only presets can be "
+                f"divided"
+            )
+        return workloads
+
+    return PlannedModel(model.name, model.row_tokens, of_mesh, lambda: model)
+
+
+def _traced_preset(name: str, shape: Preset) -> "TracedModel":
+    # Imported here because PyTorch takes seconds to load.
+    from patrickstar._models.model_source import preset_source
+    from patrickstar._plan.traced_model import language_model
+
+    positions = max(shape.sequence, PRESETS[name].sequence if name in PRESETS else 0)
+    return language_model(preset_source(name, replace(shape, sequence=positions)), shape.sequence)
 
 
 def _described(experts: Experts | None) -> str:
@@ -72,23 +111,3 @@ def _described(experts: Experts | None) -> str:
         return ""
     where = "each layer" if experts.every == 1 else f"one of {experts.every} layers"
     return f", {experts.count:,} experts in {where}, top-{experts.top_k}"
-
-
-def _traced(name: str, sequence: int, machine: Machine) -> PlannedModel:
-    # Imported here because PyTorch takes seconds to load.
-    from patrickstar._cli.dry_run import language_model_workloads
-    from patrickstar._cli.model_source import find_model
-    from patrickstar._cli.training_setup import check_sequence
-
-    source = find_model(name)
-    check_sequence(sequence, source)
-    workloads = language_model_workloads(source, sequence, machine)
-
-    def of_mesh(mesh: Mesh) -> Workloads:
-        if mesh.lockstep:
-            raise ConfigError(
-                f"--tp {mesh.tp} --ep {mesh.ep}: {name} is traced as one process runs it; only presets can be divided"
-            )
-        return workloads
-
-    return PlannedModel(source.name, sequence, of_mesh)

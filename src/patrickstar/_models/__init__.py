@@ -1,0 +1,1 @@
+"""Causal language models by name, file or folder, which are not built yet."""

@@ -1,0 +1,151 @@
+"""Page of a plan: the answer, the frontier over memory, and what further parts would bring."""
+
+import html
+
+from patrickstar._layout.byte_size import format_size
+from patrickstar._perf_model.perf_model import ChannelLoad
+from patrickstar._plan.frontier import Frontier
+from patrickstar._plan.plan_text import answer, config_text, loads, remarks, tiers
+from patrickstar._plan.prediction import Prediction
+from patrickstar._report.figures import axis
+from patrickstar._report.html_page import Figure, cards, html_page, picture, table
+
+GIB = 1 << 30
+
+
+def plan_page(plan: Prediction) -> str:
+    """Return the plan as an HTML page that needs no network."""
+    best = plan.best
+    figures: dict[str, Figure] = {"resources": _resources_figure(plan)}
+    places = [picture("resources", "Where the time goes", "Busy seconds of each resource in a step, by the estimate.")]
+    for number, frontier in enumerate(plan.frontier):
+        key = f"frontier{number}"
+        figures[key] = _frontier_figure(plan, frontier)
+        places.append(
+            picture(
+                key,
+                f"Speed over {frontier.tier}",
+                f"Most tokens per second with less and more {frontier.tier}, by the estimate; the mark is this plan.",
+            )
+        )
+    upgrades = [
+        (each.name, *_gain(each.estimate.tokens_per_s if each.estimate is not None else None, best.tokens_per_s))
+        for each in plan.upgrades
+    ]
+    memory = [
+        (name, format_size(used), format_size(capacity), f"{used / capacity:.0%}")
+        for name, used, capacity in tiers(plan.machine, best)
+    ]
+    sections = [
+        f"<h1>{html.escape(answer(plan))}</h1>",
+        f'<p class="about">{html.escape(plan.machine.source)}</p>',
+        _cards(plan),
+        f'<h2>To set</h2><pre tabindex="0">{html.escape(config_text(plan.machine, best))}</pre>',
+        f'<div class="grid">{"".join(places)}</div>',
+        "<h2>Memory</h2>",
+        table(("", "used", "of", "share"), memory, "Table of the memory of each tier"),
+    ]
+    if upgrades:
+        sections += [
+            "<h2>What further parts would bring</h2>",
+            table(("part", "tokens/s", "gain"), upgrades, "Table of what further parts would bring"),
+        ]
+    sections += [
+        "<h2>More</h2>",
+        table(("", ""), remarks(plan), "Table of remarks"),
+    ]
+    return html_page(f"{plan.model.name}: plan", f"<section>{''.join(sections)}</section>", figures)
+
+
+def _cards(plan: Prediction) -> str:
+    simulated = "the estimate" if plan.dry_run is None else "a dry run of the engine"
+    days = plan.drive_days
+    return cards(
+        [
+            ("step", f"{plan.step_s:.3g} s", f"by {simulated}"),
+            ("bound", f"{plan.bound_s:.3g} s", f"by {plan.limited_by}"),
+            ("speed", f"{plan.tokens_per_s:,.0f} tokens/s", f"{plan.best.processes} process(es)"),
+            ("batch", f"{plan.batch} x {plan.model.sequence}", f"tokens; at most {plan.max_batch} sequences fit"),
+            ("model data", format_size(plan.best.model_data_bytes), "per process, on all tiers"),
+            *([] if days is None else [("drive", f"{days:,.0f} days", "of training until it is worn")]),
+        ]
+    )
+
+
+def _gain(tokens_per_s: float | None, present: float) -> tuple[str, str]:
+    if tokens_per_s is None:
+        return "it does not fit", ""
+    return f"{tokens_per_s:,.0f}", f"{tokens_per_s / present - 1:+.0%}"
+
+
+def _resources_figure(plan: Prediction) -> Figure:
+    """Return the busy seconds of each resource in a step, and the step's time."""
+    busy: list[ChannelLoad] = [load for load in plan.best.channels if load.seconds]
+    names = [load.name for load in busy]
+    amounts = [amount for name, _, amount in loads(plan.best) if name in names]
+    seconds = plan.step_s
+    return {
+        "data": [
+            {
+                "type": "bar",
+                "orientation": "h",
+                "name": "busy",
+                "y": names,
+                "x": [round(load.seconds, 6) for load in busy],
+                "text": amounts,
+                "textposition": "none",
+                "hovertemplate": "%{x:.3g} s<br>%{text}<extra>%{y}</extra>",
+                "marker": {"color": "@parameters"},
+            },
+            {
+                "type": "scatter",
+                "mode": "lines",
+                "name": f"a step, {seconds:.3g} s",
+                "x": [seconds, seconds],
+                "y": [names[0], names[-1]],
+                "line": {"color": "@budget", "width": 2, "dash": "dash"},
+                "hovertemplate": "a step takes %{x:.3g} s<extra></extra>",
+            },
+        ],
+        "layout": {
+            "xaxis": axis("busy seconds in a step", rangemode="tozero"),
+            "yaxis": {"autorange": "reversed", "automargin": True},
+            "hovermode": "closest",
+        },
+    }
+
+
+def _frontier_figure(plan: Prediction, frontier: Frontier) -> Figure:
+    """Return the tokens per second over the memory of a tier, and where the plan is."""
+    part = plan.machine.gpu if frontier.tier.startswith("device") else plan.machine.host
+    assert part is not None, "tiers of the frontier are those of the machine"
+    sizes = [round(nbytes / GIB, 3) for nbytes, _ in frontier.points]
+    return {
+        "data": [
+            {
+                "type": "scatter",
+                "mode": "lines+markers",
+                "name": "estimate",
+                "x": sizes,
+                "y": [round(speed, 3) for _, speed in frontier.points],
+                "line": {"color": "@curve0", "width": 2},
+                "hovertemplate": "%{y:,.0f} tokens/s with %{x:.1f} GiB<extra></extra>",
+            },
+            {
+                "type": "scatter",
+                "mode": "markers",
+                "name": "this plan",
+                "x": [round(part.memory / GIB, 3)],
+                "y": [round(plan.best.tokens_per_s, 3)],
+                "marker": {"color": "@budget", "size": 12, "symbol": "diamond"},
+                "hovertemplate": "this plan: %{y:,.0f} tokens/s with %{x:.1f} GiB<extra></extra>",
+            },
+        ],
+        "layout": {
+            "xaxis": axis(
+                f"{frontier.tier}, GiB", type="log", tickvals=sizes[::2], ticktext=[f"{s:.3g}" for s in sizes[::2]]
+            ),
+            "yaxis": axis("tokens per second", rangemode="tozero"),
+            "hovermode": "closest",
+        },
+    }

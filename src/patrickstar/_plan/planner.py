@@ -1,0 +1,155 @@
+"""Plans from the names of a model and of a machine or its parts: `ps.plan`."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from patrickstar._layout.byte_size import parse_size
+from patrickstar._perf_model.machine_parts import machine_of_parts, parse_disk
+from patrickstar._perf_model.machine_spec import Machine, find_machine
+from patrickstar._perf_model.mesh import Mesh
+from patrickstar._perf_model.perf_model import BATCHES
+from patrickstar._plan.plan import Plan
+from patrickstar._plan.planned_model import find_planned_model, planned_trace
+from patrickstar._plan.search import Search
+from patrickstar.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+DEFAULT_MACHINE = "8xV100-32GB"
+"""Machine of a plan that names none."""
+
+
+def plan(
+    model: "str | nn.Module | Callable[[], nn.Module]",
+    *,
+    machine: str | Machine | None = None,
+    gpu: str | None = None,
+    gpus: int | None = None,
+    nodes: int = 1,
+    tp: int = 1,
+    ep: int = 1,
+    device_memory: str | None = None,
+    host_memory: str | None = None,
+    disk: str | None = None,
+    batch: int | None = None,
+    sequence: int = 1024,
+    activation_checkpointing: bool | None = None,
+    sample: Any = None,
+    loss: "Callable[[Any], torch.Tensor] | None" = None,
+    capacity_factor: float | None = None,
+    dry_run: bool = True,
+) -> Plan:
+    """Predict whether a model fits a machine, how fast it trains there, and what limits it. Nothing is trained.
+
+    Plans are for mixed precision with AdamW. An estimate finds the fastest batch, and the least time that any placement
+    of the model data takes. Then the engine runs a step of that batch on the simulated machine, on tensors without
+    bytes.
+
+    Args:
+        model: Name of an open model such as "llama-3-8b" or of a preset, configuration file, model folder, module, or
+            function that builds a module; the latter two need a `sample`.
+        machine: Machine, its name, a TOML file, or "here" to measure this one. Default: `gpu`, or 8xV100-32GB.
+        gpu: In place of `machine`: name of a GPU such as "rtx4090", in a usual computer.
+        gpus: Number of GPUs of a machine to use. Default: all; with `gpu` one.
+        nodes: Number of machines, connected by their network.
+        tp, ep: Tensor and expert parallelism, for presets.
+        device_memory, host_memory: Memory budgets such as "24GB". Default: all memory.
+        disk: Drive of each host: capacity, and rates if they are known, such as "1TB:7GB/s".
+        batch: Sequences per GPU, or per tensor-parallel group. Default: whichever is fastest.
+        sequence: Sequence length in tokens; a `sample` has its own.
+        activation_checkpointing: Default: whichever is faster.
+        sample: Inputs of a module as in training: a tensor, a tuple of arguments, or a mapping of keyword arguments.
+        loss: Returns the loss from the output of a module. Default: that of `ps.initialize`.
+        capacity_factor: Buffer of each expert relative to the mean number of tokens. Default: no buffers.
+        dry_run: Let the engine run a step on the simulated machine, which takes seconds; else only estimate.
+
+    Returns:
+        The plan; a notebook shows it as a page.
+
+    Raises:
+        BudgetError: The model does not fit; the message names what would suffice.
+        ConfigError: A name is unknown, or options exclude each other.
+    """
+    search = search_of(
+        machine, gpu, gpus, nodes, tp, ep, device_memory, host_memory, disk, batch, activation_checkpointing, dry_run
+    )
+    if isinstance(model, str):
+        if sample is not None or loss is not None:
+            raise ConfigError(f"`sample` and `loss` are for modules; {model} has token ids of `sequence`")
+        return search.plan(find_planned_model(model, sequence, search.machine, capacity_factor))
+    if sample is None:
+        raise ConfigError("`sample`: the plan of a module needs inputs as in training")
+    # Imported here because PyTorch takes seconds to load.
+    from patrickstar._plan.traced_model import sampled_model
+
+    traced = sampled_model(model, sample, loss)
+    if activation_checkpointing is None:
+        search = replace(search, checkpointing=traced.checkpointing)
+    return search.plan(planned_trace(traced, search.machine))
+
+
+def search_of(
+    machine: str | Machine | None,
+    gpu: str | None,
+    gpus: int | None,
+    nodes: int,
+    tp: int,
+    ep: int,
+    device_memory: str | None,
+    host_memory: str | None,
+    disk: str | None,
+    batch: int | None,
+    activation_checkpointing: bool | None,
+    dry_run: bool,
+) -> Search:
+    """Return the search of these options of `plan`."""
+    found = with_budgets(_machine(machine, gpu, gpus, host_memory, disk), device_memory, host_memory)
+    mesh = Mesh(nodes, process_count(found, gpus), tp, ep)
+    recompute = activation_checkpointing
+    checkpointing = (True, False) if recompute is None else (recompute,)
+    return Search(found, mesh, checkpointing, BATCHES if batch is None else (batch,), dry_run)
+
+
+def with_budgets(machine: Machine, device_memory: str | None, host_memory: str | None) -> Machine:
+    """Return a machine with less or more memory."""
+    changes: dict[str, object] = {}
+    if host_memory is not None:
+        changes["host"] = machine.host.model_copy(update={"memory": parse_size(host_memory)})
+    if device_memory is not None:
+        if machine.gpu is None:
+            raise ConfigError(f"--device-memory: {machine.name} has no GPU; use --host-memory for its memory")
+        changes["gpu"] = machine.gpu.model_copy(update={"memory": parse_size(device_memory)})
+    return machine.model_copy(update=changes)
+
+
+def process_count(machine: Machine, gpus: int | None) -> int:
+    """Return the number of processes per node, one per GPU."""
+    available = machine.gpu.count if machine.gpu is not None else 1
+    if gpus is not None and not 1 <= gpus <= available:
+        raise ConfigError(f"--gpus {gpus}: {machine.name} has {available}")
+    return gpus if gpus is not None else available
+
+
+def _machine(
+    machine: str | Machine | None, gpu: str | None, gpus: int | None, host_memory: str | None, disk: str | None
+) -> Machine:
+    """Return the machine of parts, or of a name or file; `here` is this machine, measured."""
+    if gpu is not None:
+        if machine is not None:
+            raise ConfigError(f"--gpu {gpu} and --machine {machine} exclude each other: both are machines")
+        return machine_of_parts(gpu, gpus or 1, host_memory, disk)
+    found = machine if isinstance(machine, Machine) else _named(machine or DEFAULT_MACHINE)
+    return found if disk is None else found.model_copy(update={"disk": parse_disk(disk)})
+
+
+def _named(name: str) -> Machine:
+    if name != "here":
+        return find_machine(name)
+    # Imported here because PyTorch takes seconds to load.
+    from patrickstar._dry_run.machine_profile import profile_machine
+    from patrickstar.config import Config
+
+    return profile_machine(Config().find_device())

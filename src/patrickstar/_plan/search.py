@@ -1,0 +1,131 @@
+"""Search for the fastest estimate of a model on a machine, over batches and activation checkpointing."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from patrickstar._models.presets import Preset
+from patrickstar._perf_model.machine_spec import Machine
+from patrickstar._perf_model.mesh import Mesh
+from patrickstar._perf_model.perf_model import Estimate, best_estimate, largest_batch
+from patrickstar._perf_model.replicas import with_smallest_replicas
+from patrickstar._plan.plan import Plan
+from patrickstar._plan.planned_model import PlannedModel, planned_shape
+from patrickstar._plan.upgrades import upgrades
+from patrickstar.errors import BudgetError
+
+if TYPE_CHECKING:
+    from patrickstar._dry_run.report import DryRunReport
+
+GPT_FAMILY = (
+    (2048, (20, 40)),
+    (2304, (64,)),
+    (3072, (53, 72)),
+    (4096, (50, 60, 78, 90, 110, 130)),
+    (8192, range(40, 241, 10)),
+)
+"""Hidden sizes and numbers of layers of increasingly large GPTs: those of the paper, then wider ones."""
+
+
+@dataclass(frozen=True)
+class Search:
+    """Machine and choices among which the fastest is sought.
+
+    Attributes:
+        mesh: Processes, with the smallest replicas that are considered.
+        checkpointing: Whether activations are recomputed.
+        batches: Sequences per process.
+        dry_run: Let the engine run a step of what was found on the simulated machine.
+    """
+
+    machine: Machine
+    mesh: Mesh
+    checkpointing: Sequence[bool]
+    batches: Sequence[int]
+    dry_run: bool
+
+    def plan(self, model: PlannedModel) -> Plan:
+        """Return the plan of a model. Raise BudgetError if it does not fit, with batches that do."""
+        mesh = self._with_replicas(model)
+        try:
+            best, simulated = self._verified(model, mesh)
+        except BudgetError as error:
+            raise BudgetError(f"{error}{self._smaller_batch(model, mesh)}", error.short_bytes) from None
+        one_node = Mesh(1, mesh.gpus, mesh.tp, min(mesh.ep, mesh.gpus))
+        of_model = partial(self.best_or_none, model)
+        return Plan(
+            model,
+            self.machine,
+            best,
+            simulated,
+            largest_batch(model.workloads(mesh), self.machine, mesh, best.workload.checkpointing),
+            None if mesh.processes == 1 else of_model(self.machine, Mesh()),
+            None if mesh.nodes == 1 else of_model(self.machine, one_node),
+            # Of many nodes each estimate takes a second.
+            upgrades(self.machine, mesh, of_model) if mesh.nodes == 1 else [],
+            of_model,
+        )
+
+    def best(self, model: PlannedModel, machine: Machine, mesh: Mesh) -> Estimate:
+        """Return the fastest estimate. Raise BudgetError if the model does not fit."""
+        return best_estimate(model.workloads(mesh), machine, mesh, self.checkpointing, self.batches)
+
+    def best_or_none(self, model: PlannedModel, machine: Machine, mesh: Mesh) -> Estimate | None:
+        """Return the fastest estimate; None if the model does not fit."""
+        try:
+            return self.best(model, machine, mesh)
+        except BudgetError:
+            return None
+
+    def largest(self, sequence: int, capacity_factor: float | None, least_tflops: float) -> PlannedModel:
+        """Return the largest GPT of the family that fits and reaches a speed per process.
+
+        Raises:
+            BudgetError: None does.
+        """
+        found: tuple[int, PlannedModel] | None = None
+        for hidden, depths in GPT_FAMILY:
+            for layers in depths:
+                gpt = Preset(layers, hidden, heads=16, sequence=sequence)
+                model = planned_shape("a GPT", gpt, capacity_factor)
+                best = self.best_or_none(model, self.machine, self._with_replicas(model))
+                if best is not None and best.tflops >= least_tflops and (found is None or gpt.numel > found[0]):
+                    found = gpt.numel, model
+        if found is None:
+            raise BudgetError(f"no GPT of the family fits {self.machine.name} at {least_tflops:g} TFLOPS per GPU")
+        return found[1]
+
+    def _verified(self, model: PlannedModel, mesh: Mesh) -> "tuple[Estimate, DryRunReport | None]":
+        """Return the fastest estimate whose step the engine can run, and its dry run.
+
+        The estimate divides memory at will, the engine in chunks: a step that fits the estimate alone is replaced by
+        one of a smaller batch.
+        """
+        best = self.best(model, self.machine, mesh)
+        # Collectives inside of operators are not simulated; of many nodes a dry run would take minutes.
+        if not self.dry_run or model.traced is None or mesh.nodes > 1 or mesh.lockstep:
+            return best, None
+        traced = model.traced()
+        while True:
+            try:
+                return best, traced.dry_run(self.machine, best)
+            except BudgetError:
+                smaller = [batch for batch in self.batches if batch < best.workload.batch]
+                if not smaller:
+                    raise
+                best = replace(self, batches=smaller).best(model, self.machine, mesh)
+
+    def _with_replicas(self, model: PlannedModel) -> Mesh:
+        return with_smallest_replicas(model.workloads, self.machine, self.mesh, self.checkpointing, min(self.batches))
+
+    def _smaller_batch(self, model: PlannedModel, mesh: Mesh) -> str:
+        """Return a hint with the batches that fit, empty if there are none."""
+        batch, hints = min(self.batches), []
+        # A batch that does not fit may fit with activation checkpointing.
+        for recompute in sorted({*self.checkpointing, True}):
+            limit = batch if recompute in self.checkpointing else batch + 1
+            max_batch = largest_batch(model.workloads(mesh), self.machine, mesh, recompute, limit)
+            if max_batch:
+                hints.append(f"--batch {max_batch}" + (" --activation-checkpointing" if recompute else ""))
+        return f"; {' or '.join(hints)} fits" if hints else ""

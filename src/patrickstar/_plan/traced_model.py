@@ -1,0 +1,114 @@
+"""Models as dry runs train them: language models by name or file, and modules with a sample batch."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from patrickstar._dry_run.fit_check import Trial, batch_of, default_loss, enable_checkpointing
+from patrickstar._dry_run.report import DryRunReport
+from patrickstar._dry_run.simulation import Step, copy_to_meta, forward_backward_step, on_meta, simulate
+from patrickstar._dry_run.traced_workload import traced_workloads
+from patrickstar._engine.engine import Engine
+from patrickstar._models.model_source import ModelSource
+from patrickstar._models.training_step import token_ids, training_step
+from patrickstar._perf_model.machine_spec import Machine
+from patrickstar._perf_model.perf_model import Estimate
+from patrickstar._perf_model.workload import Workloads
+from patrickstar.config import Config, Disk
+from patrickstar.errors import ConfigError
+
+MAX_NORM = 1.0
+"""Norm to which a language model's gradients are clipped, as in most training loops."""
+
+Build = Callable[[], nn.Module]
+Loss = Callable[[Any], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class TracedModel:
+    """Model that dry runs train.
+
+    Attributes:
+        build: Returns a function that builds the model on meta, with or without activation checkpointing.
+        step: Returns a training step over a batch of the given number of sequences.
+        row_tokens: Tokens of a sequence.
+        name: Name of the model.
+        checkpointing: Choices of activation checkpointing that the model supports.
+    """
+
+    build: Callable[[bool], Build]
+    step: Callable[[int], Step]
+    row_tokens: int
+    name: str
+    checkpointing: tuple[bool, ...] = (True, False)
+
+    def workloads(self, machine: Machine) -> Workloads:
+        """Return the workload of a step as a function of batch and checkpointing, traced on first use."""
+        return traced_workloads(Engine, self.build, self.step, lambda batch: batch * self.row_tokens, machine)
+
+    def dry_run(self, machine: Machine, best: Estimate) -> DryRunReport:
+        """Dry-run a step of an estimate's batch and processes on a machine, in mixed precision.
+
+        Raises:
+            BudgetError: The engine does not fit this step.
+        """
+        work = best.workload
+        config = Config(precision="bf16", disk=None if machine.disk is None else Disk("."))
+        build, step = self.build(work.checkpointing), self.step(work.batch)
+        return simulate(Engine, build, config, step, machine, processes=best.processes)
+
+
+def language_model(source: ModelSource, sequence: int) -> TracedModel:
+    """Return a causal language model over sequences of that many tokens."""
+    return TracedModel(
+        source.to_meta,
+        lambda batch: training_step(token_ids(batch, sequence), max_norm=MAX_NORM),
+        sequence,
+        source.name,
+    )
+
+
+def sampled_model(model: nn.Module | Build, sample: Any, loss: Loss | None = None) -> TracedModel:
+    """Return a model of the user with inputs as in training.
+
+    Args:
+        model: A module, or a function that builds it.
+        sample: A tensor, a tuple of arguments, or a mapping of keyword arguments; its rows are the sequences.
+        loss: Returns the loss from the model's output. Default: that of `ps.initialize`.
+
+    Raises:
+        ConfigError: The inputs have no common first dimension.
+    """
+    trial = Trial.of(Config(), sample)
+    rows = batch_of(trial)
+    if not rows:
+        raise ConfigError("the tensors of `sample` have no common first dimension, so that its sequences are unknown")
+
+    def build(checkpointing: bool) -> Build:
+        def built() -> nn.Module:
+            module = copy_to_meta(model) if isinstance(model, nn.Module) else on_meta(model)
+            if checkpointing and enable_checkpointing(module) is None:
+                raise ConfigError("activation_checkpointing: the model has no method that enables it")
+            return module
+
+        return built
+
+    def step(batch: int) -> Step:
+        indices = torch.arange(batch) % rows
+        args, kwargs = pytree.tree_map_only(torch.Tensor, lambda each: each[indices], (trial.args, trial.kwargs))
+        return forward_backward_step(loss or default_loss, args, kwargs)
+
+    name = type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", "a model")
+    supported = (True, False) if enable_checkpointing(build(False)()) is not None else (False,)
+    return TracedModel(build, step, _row_tokens(trial), name, supported)
+
+
+def _row_tokens(trial: Trial) -> int:
+    """Return the number of tokens of a sequence: of the first tensor of integers, or 1 for other inputs."""
+    tensors = [leaf for leaf in pytree.tree_leaves((trial.args, trial.kwargs)) if isinstance(leaf, torch.Tensor)]
+    tokens = next((each for each in tensors if not each.dtype.is_floating_point and each.dim() > 1), None)
+    return 1 if tokens is None else tokens[0].numel()

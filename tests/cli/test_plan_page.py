@@ -1,0 +1,134 @@
+"""`ps.plan`: a plan with a dry run of the engine, and its page, in a browser too where there is one."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from browser import VIEWS, assert_accessible, assert_drawn, opened_page
+from torch import nn
+from typer.testing import CliRunner
+
+import patrickstar as ps
+from patrickstar._cli.main import app
+from patrickstar._dry_run import simulation as dry_run
+
+PARTS = {"gpu": "rtx4090", "host_memory": "16GB", "disk": "1TB:7GB/s"}
+
+
+@pytest.fixture(scope="module")
+def plan() -> ps.Plan:
+    return ps.plan("gpt-10m", **PARTS, batch=4, sequence=128, activation_checkpointing=False)
+
+
+def test_a_plan_is_the_engines_dry_run_with_the_bound_beside_it(plan: ps.Plan) -> None:
+    assert plan.dry_run is not None
+    assert plan.step_s == plan.dry_run.seconds
+    assert plan.tokens_per_s == pytest.approx(4 * 128 / plan.step_s)
+    text = str(plan)
+    assert text.startswith("gpt-10m fits rtx4090, 14.90 GiB of host memory and trains at ")
+    assert f"takes {plan.step_s:.2f} s in a dry run of the engine" in text
+    assert f"no step takes less than {plan.bound_s:.2f} s, because of {plan.limited_by}" in text
+    assert "`patrickstar train --dry-run --machine` shows such a step in full" in text
+
+
+def test_plan_and_dry_run_of_training_say_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reports = []
+
+    def simulate(*arguments, **options):
+        reports.append(dry_run.simulate(*arguments, **options))
+        return reports[-1]
+
+    options = ["--model", "gpt-1m", "--machine", "RTX4090-desktop", "--batch", "2", "--sequence", "64"]
+    planned = CliRunner().invoke(app, ["plan", *options, "--no-activation-checkpointing", "--json"])
+    assert planned.exit_code == 0, planned.output
+    monkeypatch.setattr("patrickstar._cli.dry_run.simulate", simulate)
+    simulated = CliRunner().invoke(app, ["train", *options, "--disk", str(tmp_path), "--dry-run"])
+    assert simulated.exit_code == 0, simulated.output
+    assert "`patrickstar plan` finds the fastest batch, and the least time of any placement" in simulated.output
+    assert reports[0].seconds == json.loads(planned.output)["step_s"]
+
+
+def test_a_module_of_ones_own_is_planned_by_a_sample() -> None:
+    model = nn.Sequential(nn.Embedding(1000, 64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+    ids = torch.zeros(8, 16, dtype=torch.int64)
+    plan = ps.plan(model, sample=ids, batch=8, gpu="rtx3090")
+    assert plan.best.workload.params == sum(param.numel() for param in model.parameters())
+    assert (plan.batch, plan.model.sequence, plan.activation_checkpointing) == (8, 16, False)
+    assert plan.tokens_per_s == pytest.approx(8 * 16 / plan.step_s)
+    assert all(not param.is_meta for param in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"model": nn.Linear(2, 2)}, "the plan of a module needs inputs as in training"),
+        ({"model": nn.Linear(2, 2), "sample": torch.tensor(0.0)}, "no common first dimension"),
+        (
+            {"model": nn.Linear(2, 2), "sample": torch.zeros(2, 2), "activation_checkpointing": True},
+            "the model has no method that enables it",
+        ),
+        ({"model": "gpt-1m", "sample": torch.zeros(2, 2)}, "`sample` and `loss` are for modules"),
+        ({"model": "gpt-1m", "gpu": "rtx4090", "machine": "8xV100-32GB"}, "exclude each other"),
+    ],
+)
+def test_what_can_not_be_planned(options: dict, told: str) -> None:
+    with pytest.raises(ps.errors.ConfigError, match=re.escape(told)):
+        ps.plan(**options)
+
+
+def test_a_step_that_fits_the_estimate_alone_is_replaced_by_a_smaller_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    from patrickstar._plan.traced_model import TracedModel
+
+    refused, dry_run = [], TracedModel.dry_run
+
+    def refuse_large(self, machine, best):
+        if best.workload.batch > 2:
+            refused.append(best.workload.batch)
+            raise ps.errors.BudgetError("it does not fit", 1)
+        return dry_run(self, machine, best)
+
+    monkeypatch.setattr(TracedModel, "dry_run", refuse_large)
+    plan = ps.plan("gpt-1m", gpu="rtx4090", sequence=64, activation_checkpointing=False)
+    assert refused and plan.batch <= 2 and plan.dry_run is not None
+    with pytest.raises(ps.errors.BudgetError, match="it does not fit"):
+        ps.plan("gpt-1m", gpu="rtx4090", sequence=64, batch=4)
+
+
+def test_the_frontier_rises_with_memory_and_contains_the_plan(plan: ps.Plan) -> None:
+    assert [each.tier for each in plan.frontier] == ["device memory", "host memory"]
+    for frontier in plan.frontier:
+        sizes, speeds = zip(*frontier.points, strict=True)
+        assert list(sizes) == sorted(sizes) and list(speeds) == sorted(speeds)
+        present = plan.machine.gpu if frontier.tier == "device memory" else plan.machine.host
+        assert dict(frontier.points)[present.memory] == pytest.approx(plan.best.tokens_per_s, rel=0.05)
+
+
+def test_a_notebook_shows_the_page(plan: ps.Plan, tmp_path: Path) -> None:
+    plan.write_html(tmp_path / "plan.html")
+    text = (tmp_path / "plan.html").read_text()
+    assert len(text) < 5 << 20
+    for words in ("Speed over host memory", "a second drive", "ps.Config", plan.machine.source):
+        assert words in text
+    assert plan._repr_html_().startswith('<iframe srcdoc="&lt;!DOCTYPE html&gt;')
+    with pytest.raises(ps.errors.ConfigError, match="can't be written: Is a directory"):
+        plan.write_html(tmp_path)
+
+
+def test_the_command_writes_the_page(tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    options = ["--model", "gpt-1m", "--gpu", "rtx4090", "--no-dry-run", "--html", str(page)]
+    done = CliRunner().invoke(app, ["plan", *options])
+    assert done.exit_code == 0, done.output
+    assert f"{page} shows this plan in a browser" in done.output.replace("\n", "")
+    assert "<title>gpt-1m, 4 layers x 128: plan</title>" in page.read_text()
+
+
+@pytest.mark.parametrize(("scheme", "width"), VIEWS, ids=["light and wide", "dark and narrow"])
+def test_browser(plan: ps.Plan, tmp_path: Path, scheme: str, width: int) -> None:
+    plan.write_html(tmp_path / "plan.html")
+    with opened_page(tmp_path / "plan.html", scheme, width) as page:
+        assert page.locator(".picture:visible").count() == 3
+        assert_drawn(page)
+        assert_accessible(page)
