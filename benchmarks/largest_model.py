@@ -1,0 +1,151 @@
+"""Estimate the largest open model that trains on cards of 8, 12, 24 and 80 GB: `patrickstar plan` for each.
+
+python benchmarks/largest_model.py
+Nothing is measured. Writes results/largest_model.md, from which readme_table.py writes a table of the README.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+from report import RESULTS
+from typer.testing import CliRunner
+
+from patrickstar._cli.main import app
+
+MODELS = {
+    "qwen2.5-0.5b": "Qwen2.5 0.5B",
+    "llama-3.2-1b": "Llama 3.2 1B",
+    "qwen3-1.7b": "Qwen3 1.7B",
+    "llama-3.2-3b": "Llama 3.2 3B",
+    "qwen3-4b": "Qwen3 4B",
+    "llama-3-8b": "Llama 3 8B",
+    "qwen3-14b": "Qwen3 14B",
+    "gemma-2-27b": "Gemma 2 27B",
+    "qwen3-32b": "Qwen3 32B",
+    "llama-3-70b": "Llama 3 70B",
+}
+"""Open models by their names in `patrickstar plan`, the smallest first."""
+SMALLEST, *_, LARGEST = MODELS.values()
+
+SEQUENCE = 2048
+DISK_BYTES = 2 * 10**12
+DISK = f"{DISK_BYTES}:7GB/s:5GB/s"
+RESERVED_GIB, RESERVED_GB = 1, 4
+"""Memory of the card and of the host that is left to everything else: CUDA's context, the system."""
+PLAIN_BYTES, MANAGED_BYTES = 16, 14
+"""Bytes per parameter of plain PyTorch under autocast (weight, gradient, two moments in fp32), and of PatrickStar."""
+
+
+@dataclass(frozen=True)
+class Computer:
+    """Computer with one card, described for `patrickstar plan`."""
+
+    gpu: str
+    card_gib: int
+    host_gb: int
+    described: str
+
+
+COMPUTERS = (
+    Computer("rtx4060", 8, 16, "RTX 4060, 8 GB"),
+    Computer("rtx4070", 12, 32, "RTX 4070, 12 GB"),
+    Computer("rtx4090", 24, 64, "RTX 4090, 24 GB"),
+    Computer("h100", 80, 256, "H100, 80 GB"),
+)
+
+NONE = f"none from {SMALLEST} on"
+COLUMNS = ("card", "host memory", "disk", "plain PyTorch", "PatrickStar", "tokens/s", "s per step", "batch", "limit, s")
+
+INTRO = f"""\
+# largest_model
+
+The largest of {len(MODELS)} open models ({SMALLEST} to {LARGEST}) whose full fine-tuning with AdamW fits a card,
+by `patrickstar plan`: planned, not measured. Sequences of {SEQUENCE:,} tokens, bf16, the batch with the most tokens per
+second. {RESERVED_GIB} GiB of the card and {RESERVED_GB} GB of host memory are left to CUDA and the system. The disk is
+an NVMe drive of 2 TB that reads 7 GB/s and writes 5 GB/s. Times are those of a dry run of the engine on the machine;
+the limit is what the busiest resource alone would take ([how](../../docs/planning.md)).
+
+Plain PyTorch has weights, gradients and moments in fp32 on the card ({PLAIN_BYTES} bytes per parameter, autocast), and
+the same activations as PatrickStar at batch 1 with activation checkpointing. PatrickStar has {MANAGED_BYTES} bytes per
+parameter, on card, host and disk together.
+"""
+
+
+Plan = dict[str, Any]
+"""Output of `patrickstar plan --json`."""
+
+
+@cache
+def plan(computer: Computer, disk: bool, model: str, *more: str) -> Plan | None:
+    """Return the plan of a model; None if it does not fit."""
+    words = ["plan", "--model", model, "--gpu", computer.gpu, "--sequence", str(SEQUENCE), "--json"]
+    words += ["--device-memory", f"{computer.card_gib - RESERVED_GIB}GiB"]
+    words += ["--host-memory", f"{computer.host_gb - RESERVED_GB}GB", *(["--disk", DISK] if disk else []), *more]
+    done = CliRunner().invoke(app, words)
+    if done.exit_code and "does not fit" in done.output:
+        return None
+    if done.exit_code:
+        raise RuntimeError(f"patrickstar {' '.join(words)} failed: {done.output}")
+    found: Plan = json.loads(done.output)
+    return found
+
+
+def params(model: str) -> int:
+    """Return the number of parameters of a model, from its plan for the largest computer."""
+    found = plan(COMPUTERS[-1], True, model, "--no-dry-run")
+    assert found is not None, model
+    number: int = found["model"]["params"]
+    return number
+
+
+def fits(computer: Computer, disk: bool, model: str) -> bool:
+    """Return whether a model fits the card, the host memory and the disk."""
+    capacity_bytes = (computer.card_gib << 30) + computer.host_gb * 10**9 + disk * DISK_BYTES
+    # Most models are too large by far: their plans are not needed.
+    return MANAGED_BYTES * params(model) <= capacity_bytes and plan(computer, disk, model, "--no-dry-run") is not None
+
+
+def fits_plain(computer: Computer, model: str) -> bool:
+    """Return whether plain PyTorch holds the model data and activations of a model on the card."""
+    card_bytes = (computer.card_gib - RESERVED_GIB) << 30
+    model_bytes = PLAIN_BYTES * params(model)
+    if model_bytes > card_bytes:
+        return False
+    found = plan(computer, False, model, "--batch", "1", "--activation-checkpointing", "--no-dry-run")
+    return found is not None and model_bytes + found["non_model_bytes"] <= card_bytes
+
+
+def largest(is_possible: Callable[[str], bool]) -> str | None:
+    """Return the largest model that is possible."""
+    return next((model for model in reversed(MODELS) if is_possible(model)), None)
+
+
+def rows() -> Iterator[list[str]]:
+    """Yield a row for each computer, without a disk and with one."""
+    for computer in COMPUTERS:
+        plain = largest(partial(fits_plain, computer))
+        for disk in (False, True):
+            model = largest(partial(fits, computer, disk))
+            row = [computer.described, f"{computer.host_gb} GB", "2 TB" if disk else "", MODELS.get(plain or "", NONE)]
+            found = plan(computer, disk, model) if model is not None else None
+            if model is None or found is None:
+                yield [*row, NONE, "", "", "", ""]
+                continue
+            speed = [f"{found['tokens_per_s']:,.0f}", f"{found['step_s']:,.1f}"]
+            limit = f"{found['bound_s']:,.1f}: {found['limited_by']}"
+            yield [*row, MODELS[model], *speed, f"{found['batch']} x {SEQUENCE:,}", limit]
+
+
+def main() -> None:
+    """Print the table and write it to results/."""
+    lines = [COLUMNS, ["---"] * len(COLUMNS), *rows()]
+    text = INTRO + "\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+    print(text)
+    (RESULTS / "largest_model.md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()
