@@ -13,6 +13,7 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[2]
 RESULTS = "benchmarks/results"
+LIST = f"{RESULTS}/all.md"
 LINK = re.compile(r"(\]\()(?!\w+:|#|/)([^)#\s]+)")
 
 
@@ -21,7 +22,7 @@ def on_files(files: Files, config: Any) -> Files:
     results = sorted((ROOT / RESULTS).glob("*.md"))
     for path in (ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *results):
         files.append(File.generated(config, path.relative_to(ROOT).as_posix(), abs_src_path=str(path)))
-    files.append(File.generated(config, f"{RESULTS}/index.md", content=_list(results)))
+    files.append(File.generated(config, LIST, content=_list(results)))
     for path in sorted((ROOT / "examples").glob("*.py")):
         name = path.relative_to(ROOT).as_posix()
         content = f"# {name}\n\n````python\n{path.read_text(encoding='utf-8')}````\n"
@@ -32,7 +33,7 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Rewrite the links of a page from paths in the repository to paths on the site."""
     site_path = page.file.src_uri
-    if site_path.startswith("examples/") or site_path == f"{RESULTS}/index.md":
+    if site_path.startswith("examples/") or site_path == LIST:
         return markdown  # written above
     if site_path.startswith(RESULTS):
         page.meta.setdefault("search", {"boost": 0.2})
@@ -45,7 +46,7 @@ def _on_site(link: str, in_repository: str) -> str:
     """Return a link of the page at path `in_repository`, relative to that page on the site."""
     target = posixpath.normpath(posixpath.join(posixpath.dirname(in_repository), link))
     if target == RESULTS:
-        target += "/index.md"
+        target = LIST
     elif target.startswith("examples/"):
         target += ".md"
     return posixpath.relpath(_site_path(target), posixpath.dirname(_site_path(in_repository)) or ".")

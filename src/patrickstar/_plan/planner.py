@@ -55,8 +55,10 @@ def plan(
         gpu: In place of `machine`: name of a GPU such as "rtx4090", in a usual computer.
         gpus: Number of GPUs of a machine to use. Default: all; with `gpu` one.
         nodes: Number of machines, connected by their network.
-        tp, ep: Tensor and expert parallelism, for presets.
-        device_memory, host_memory: Memory budgets such as "24GB". Default: all memory.
+        tp: GPUs that divide the matrices of each layer (tensor parallelism), for presets.
+        ep: GPUs that divide the experts of each layer (expert parallelism), for presets.
+        device_memory: Memory budget of each GPU, such as "24GB". Default: all memory.
+        host_memory: Memory budget of each host. Default: all memory.
         disk: Drive of each host: capacity, and rates if they are known, such as "1TB:7GB/s".
         batch: Sequences per GPU, or per tensor-parallel group. Default: whichever is fastest.
         sequence: Sequence length in tokens; a `sample` has its own.
@@ -74,7 +76,18 @@ def plan(
         ConfigError: A name is unknown, or options exclude each other.
     """
     search = search_of(
-        machine, gpu, gpus, nodes, tp, ep, device_memory, host_memory, disk, batch, activation_checkpointing, dry_run
+        machine=machine,
+        gpu=gpu,
+        gpus=gpus,
+        nodes=nodes,
+        tp=tp,
+        ep=ep,
+        device_memory=device_memory,
+        host_memory=host_memory,
+        disk=disk,
+        batch=batch,
+        activation_checkpointing=activation_checkpointing,
+        dry_run=dry_run,
     )
     if isinstance(model, str):
         if sample is not None or loss is not None:
@@ -92,6 +105,7 @@ def plan(
 
 
 def search_of(
+    *,
     machine: str | Machine | None,
     gpu: str | None,
     gpus: int | None,
