@@ -1,19 +1,17 @@
-"""Estimate the largest open model that trains on cards of 8, 12, 24 and 80 GB: `patrickstar plan` for each.
+"""Estimate the largest open model that trains on cards of 8, 12, 24 and 80 GB: `ps.plan` for each.
 
 python benchmarks/largest_model.py
 Nothing is measured. Writes results/largest_model.md, from which readme_table.py writes a table of the README.
 """
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
 
 from report import RESULTS
-from typer.testing import CliRunner
 
-from patrickstar._cli.main import app
+import patrickstar as ps
+from patrickstar.errors import BudgetError
 
 MODELS = {
     "qwen2.5-0.5b": "Qwen2.5 0.5B",
@@ -74,38 +72,38 @@ parameter, on card, host and disk together.
 """
 
 
-Plan = dict[str, Any]
-"""Output of `patrickstar plan --json`."""
-
-
 @cache
-def plan(computer: Computer, disk: bool, model: str, *more: str) -> Plan | None:
-    """Return the plan of a model; None if it does not fit."""
-    words = ["plan", "--model", model, "--gpu", computer.gpu, "--sequence", str(SEQUENCE), "--json"]
-    words += ["--device-memory", f"{computer.card_gib - RESERVED_GIB}GiB"]
-    words += ["--host-memory", f"{computer.host_gb - RESERVED_GB}GB", *(["--disk", DISK] if disk else []), *more]
-    done = CliRunner().invoke(app, words)
-    if done.exit_code and "does not fit" in done.output:
+def plan(computer: Computer, disk: bool, model: str, dry_run: bool = False, batch: int | None = None) -> ps.Plan | None:
+    """Return the plan of a model, with activation checkpointing if `batch` is given; None if it does not fit."""
+    try:
+        return ps.plan(
+            model,
+            gpu=computer.gpu,
+            device_memory=f"{computer.card_gib - RESERVED_GIB}GiB",
+            host_memory=f"{computer.host_gb - RESERVED_GB}GB",
+            disk=DISK if disk else None,
+            sequence=SEQUENCE,
+            batch=batch,
+            activation_checkpointing=None if batch is None else True,
+            dry_run=dry_run,
+        )
+    except BudgetError:
         return None
-    if done.exit_code:
-        raise RuntimeError(f"patrickstar {' '.join(words)} failed: {done.output}")
-    found: Plan = json.loads(done.output)
-    return found
 
 
 def params(model: str) -> int:
     """Return the number of parameters of a model, from its plan for the largest computer."""
-    found = plan(COMPUTERS[-1], True, model, "--no-dry-run")
+    found = plan(COMPUTERS[-1], True, model)
     assert found is not None, model
-    number: int = found["model"]["params"]
-    return number
+    return found.best.workload.all_params
 
 
 def fits(computer: Computer, disk: bool, model: str) -> bool:
-    """Return whether a model fits the card, the host memory and the disk."""
+    """Return whether a model fits the card, the host memory and the disk, in an estimate and in a dry run."""
     capacity_bytes = (computer.card_gib << 30) + computer.host_gb * 10**9 + disk * DISK_BYTES
     # Most models are too large by far: their plans are not needed.
-    return MANAGED_BYTES * params(model) <= capacity_bytes and plan(computer, disk, model, "--no-dry-run") is not None
+    is_possible = MANAGED_BYTES * params(model) <= capacity_bytes and plan(computer, disk, model) is not None
+    return is_possible and plan(computer, disk, model, dry_run=True) is not None
 
 
 def fits_plain(computer: Computer, model: str) -> bool:
@@ -114,8 +112,8 @@ def fits_plain(computer: Computer, model: str) -> bool:
     model_bytes = PLAIN_BYTES * params(model)
     if model_bytes > card_bytes:
         return False
-    found = plan(computer, False, model, "--batch", "1", "--activation-checkpointing", "--no-dry-run")
-    return found is not None and model_bytes + found["non_model_bytes"] <= card_bytes
+    found = plan(computer, False, model, batch=1)
+    return found is not None and model_bytes + found.best.workload.non_model_bytes <= card_bytes
 
 
 def largest(is_possible: Callable[[str], bool]) -> str | None:
@@ -130,13 +128,13 @@ def rows() -> Iterator[list[str]]:
         for disk in (False, True):
             model = largest(partial(fits, computer, disk))
             row = [computer.described, f"{computer.host_gb} GB", "2 TB" if disk else "", MODELS.get(plain or "", NONE)]
-            found = plan(computer, disk, model) if model is not None else None
+            found = plan(computer, disk, model, dry_run=True) if model is not None else None
             if model is None or found is None:
                 yield [*row, NONE, "", "", "", ""]
                 continue
-            speed = [f"{found['tokens_per_s']:,.0f}", f"{found['step_s']:,.1f}"]
-            limit = f"{found['bound_s']:,.1f}: {found['limited_by']}"
-            yield [*row, MODELS[model], *speed, f"{found['batch']} x {SEQUENCE:,}", limit]
+            speed = [f"{found.tokens_per_s:,.0f}", f"{found.step_s:,.1f}"]
+            limit = f"{found.bound_s:,.1f}: {found.limited_by}"
+            yield [*row, MODELS[model], *speed, f"{found.best.workload.batch} x {SEQUENCE:,}", limit]
 
 
 def main() -> None:
