@@ -11,6 +11,7 @@ from functools import cache, partial
 from report import RESULTS
 
 import patrickstar as ps
+from patrickstar._models.open_models import OPEN_MODELS
 from patrickstar.errors import BudgetError
 
 MODELS = {
@@ -73,8 +74,15 @@ parameter, on card, host and disk together.
 
 
 @cache
-def plan(computer: Computer, disk: bool, model: str, dry_run: bool = False, batch: int | None = None) -> ps.Plan | None:
-    """Return the plan of a model, with activation checkpointing if `batch` is given; None if it does not fit."""
+def plan(computer: Computer, disk: bool, model: str, batch: int | None = None) -> ps.Plan | None:
+    """Return the plan of a model; None if it does not fit.
+
+    Args:
+        computer: Its card and host.
+        disk: Whether it has a disk.
+        model: Name of the model.
+        batch: Sequences of a step, which is only estimated, with activation checkpointing. Default: the fastest.
+    """
     try:
         return ps.plan(
             model,
@@ -85,31 +93,23 @@ def plan(computer: Computer, disk: bool, model: str, dry_run: bool = False, batc
             sequence=SEQUENCE,
             batch=batch,
             activation_checkpointing=None if batch is None else True,
-            dry_run=dry_run,
+            dry_run=batch is None,
         )
     except BudgetError:
         return None
-
-
-def params(model: str) -> int:
-    """Return the number of parameters of a model, from its plan for the largest computer."""
-    found = plan(COMPUTERS[-1], True, model)
-    assert found is not None, model
-    return found.best.workload.all_params
 
 
 def fits(computer: Computer, disk: bool, model: str) -> bool:
     """Return whether a model fits the card, the host memory and the disk, in an estimate and in a dry run."""
     capacity_bytes = (computer.card_gib << 30) + computer.host_gb * 10**9 + disk * DISK_BYTES
     # Most models are too large by far: their plans are not needed.
-    is_possible = MANAGED_BYTES * params(model) <= capacity_bytes and plan(computer, disk, model) is not None
-    return is_possible and plan(computer, disk, model, dry_run=True) is not None
+    return MANAGED_BYTES * OPEN_MODELS[model].params <= capacity_bytes and plan(computer, disk, model) is not None
 
 
 def fits_plain(computer: Computer, model: str) -> bool:
     """Return whether plain PyTorch holds the model data and activations of a model on the card."""
     card_bytes = (computer.card_gib - RESERVED_GIB) << 30
-    model_bytes = PLAIN_BYTES * params(model)
+    model_bytes = PLAIN_BYTES * OPEN_MODELS[model].params
     if model_bytes > card_bytes:
         return False
     found = plan(computer, False, model, batch=1)
@@ -128,7 +128,7 @@ def rows() -> Iterator[list[str]]:
         for disk in (False, True):
             model = largest(partial(fits, computer, disk))
             row = [computer.described, f"{computer.host_gb} GB", "2 TB" if disk else "", MODELS.get(plain or "", NONE)]
-            found = plan(computer, disk, model, dry_run=True) if model is not None else None
+            found = plan(computer, disk, model) if model is not None else None
             if model is None or found is None:
                 yield [*row, NONE, "", "", "", ""]
                 continue

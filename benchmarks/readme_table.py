@@ -1,33 +1,56 @@
-"""Write the table of README.md from the result files in benchmarks/results/. `make bench` runs it last."""
+"""Write the tables of README.md from the result files in benchmarks/results/. `make bench` runs it last."""
 
 import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-START, END = "<!-- table: written by benchmarks/readme_table.py -->\n", "<!-- end of table -->"
+README = ROOT / "README.md"
+BEGIN, END = "<!-- {name}: written by benchmarks/readme_table.py -->\n", "<!-- end of {name} -->"
 
+GIB, GB = 1 << 30, 10**9
 TOKENS = 512
 """Tokens of one step in results/throughput-cpu.md."""
 PLAIN_RESIDENT = "plain peak RSS"
 """Column of results/disk_training_plain-cpu.md: resident memory of the plain PyTorch loop."""
 UPDATE_BYTES = 28
 """Bytes that one AdamW update must move per parameter: see results/adam-cpu.md."""
+NOT_MEASURED = "—"
+
+
+@dataclass(frozen=True)
+class Row:
+    """Row of the table of measurements: a task, and what each library and the hardware need for it."""
+
+    task: str
+    ours: str
+    limit: str
+    plain: str = NOT_MEASURED
+    deepspeed: str = NOT_MEASURED
+    fsdp2: str = NOT_MEASURED
+
+    def cells(self) -> list[str]:
+        """Return the cells, in the order of `COLUMNS`."""
+        return [self.task, self.plain, self.deepspeed, self.fsdp2, f"**{self.ours}**", self.limit]
+
+
+COLUMNS = ["task", "plain PyTorch", "DeepSpeed", "FSDP2", "PatrickStar", "physical limit"]
 
 
 def read(name: str) -> tuple[str, list[dict[str, str]]]:
-    """Return the machine's name and the rows of a result file.
+    """Return the text and the rows of a result file.
 
     Args:
-        name: The file's name without `-cpu.md`.
+        name: The file's name without `.md`.
 
     Returns:
-        The machine, and one dictionary per row, by column.
+        The text, and one dictionary per row, by column.
     """
-    text = (ROOT / "benchmarks/results" / f"{name}-cpu.md").read_text()
-    machine = re.search(r"^Machine: (.*?);", text, re.M)
+    text = (ROOT / "benchmarks/results" / f"{name}.md").read_text()
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
-    assert machine is not None and len(lines) > 2, f"{name} contains no table"
-    return machine[1], [dict(zip(lines[0], line, strict=True)) for line in lines[2:]]
+    assert len(lines) > 2, f"{name} contains no table"
+    return text, [dict(zip(lines[0], line, strict=True)) for line in lines[2:]]
 
 
 def first(text: str) -> float:
@@ -37,65 +60,115 @@ def first(text: str) -> float:
     return float(found[0])
 
 
-def table() -> tuple[str, list[list[str]]]:
-    """Return the machine's name and the rows: task, plain PyTorch or a peer, PatrickStar, physical limit."""
-    machine, throughput = read("throughput")
-    rows = []
-    for row in throughput:
+def machine() -> str:
+    """Return the name of the machine, the same in all result files of the table."""
+    files = ["throughput", "disk_training_plain", "small_pc", "disk_training_large", "data_parallel_time", "overhead"]
+    found = {re.search(r"^Machine: (.*?);", read(f"{name}-cpu")[0], re.M) for name in [*files, "adam", "checkpoints"]}
+    (name,) = {match[1] for match in found if match is not None}
+    return name
+
+
+def measured() -> Iterator[Row]:
+    """Yield the rows of the table of measurements."""
+    yield from one_process()
+    yield from larger_than_memory()
+    for row in read("data_parallel_time-cpu")[1]:
+        yield Row(
+            f"40M GPT, {row['p']} processes on 2 cores: a step",
+            f"{row['engine s']} s",
+            "compute and gloo's transfers",
+            fsdp2=f"{row['FSDP2 s']} s",
+        )
+    yield update()
+    save = {row["metric"]: row for row in read("checkpoints-cpu")[1]}
+    size_gib = first(save["checkpoint size"]["measured"])
+    ours, limit = (size_gib * GIB / (first(save["save rate"][side]) * GB) for side in ("measured", "limit"))
+    yield Row(f"124M GPT-2: save a checkpoint of {size_gib} GiB", f"{ours:.2f} s", f"{limit:.2f} s, bare writes")
+
+
+def one_process() -> Iterator[Row]:
+    """Yield the rows of steps in which everything fits."""
+    for row in read("throughput-cpu")[1]:
         plain, ours = (TOKENS / float(row[f"{side} tokens/s"]) for side in ("plain", "engine"))
-        checkpointing = "with" if row["checkpointing"] == "on" else "without"
-        task = f"124M GPT-2, everything fits, {checkpointing} activation checkpointing: one step"
-        rows.append([task, f"{plain:.2f} s (PyTorch)", f"{ours:.2f} s", "PyTorch's time less part of the update"])
-    disk = read("disk_training_plain")[1][1]
-    rows.append(
-        [
-            "124M GPT-2, parameters and states on disk, gradients clipped: one step",
-            f"{disk['plain step']} in {disk[PLAIN_RESIDENT]} (PyTorch)",
-            f"{disk['our step']} in {disk['peak RSS'].split(' of ')[0]}",
-            "PyTorch's step",
-        ]
+        checkpointing = ", activation checkpointing" if row["checkpointing"] == "on" else ""
+        task = f"124M GPT-2, everything fits{checkpointing}: a step"
+        yield Row(task, f"{ours:.2f} s", "PyTorch's step, with a shorter update", plain=f"{plain:.2f} s")
+    cost = {row[""]: f"{float(row['step ms']) / 1e3:.3f} s" for row in read("overhead-cpu")[1]}
+    plain = cost["plain PyTorch"]
+    yield Row(
+        "147 parameters of width 32, everything fits: processor time of a step",
+        cost["engine, resident"],
+        "PyTorch's step",
+        plain=plain,
+        fsdp2=cost["FSDP2"],
     )
-    caption = (ROOT / "benchmarks/results/small_pc-cpu.md").read_text()
-    plain_memory = re.search(r"Plain PyTorch needed ([\d.]+ GiB)", caption)
-    assert plain_memory is not None
-    small = read("small_pc")[1][-1]
-    used, limit = small["peak RSS of limit"].split(" of ")
-    budget = small["device budget"].split(": ")[1]
-    task = f"0.7B GPT, device budget {budget}: peak memory of the process"
-    rows.append([task, f"{plain_memory[1]} (PyTorch)", used, f"{limit} (14 bytes per parameter + activations)"])
-    large = read("disk_training_large")[1][0]
-    resident = large["peak RSS of limit"].split(" of ")[0]
-    task = f"2.0B GPT, {large['model data']} of model data, 24 GB machine: one step"
-    rows.append([task, "does not fit (PyTorch)", f"{large['steps'].split(' / ')[1]} in {resident}", "the disk's rate"])
-    for row in read("data_parallel_time")[1]:
-        task = f"40M GPT, {row['p']} processes on 2 cores: one step"
-        rows.append([task, f"{row['FSDP2 s']} s (FSDP2)", f"{row['engine s']} s", "compute and gloo's transfers"])
-    adam = read("adam")[1][-1]
+
+
+def larger_than_memory() -> Iterator[Row]:
+    """Yield the rows of models that exceed budgets."""
+    disk = read("disk_training_plain-cpu")[1][1]
+    resident, limit = disk["peak RSS"].split(" of ")
+    yield Row(
+        "124M GPT-2, states on disk, gradients clipped: a step",
+        f"{disk['our step']}, {resident}",
+        f"{first(disk['limit']) * first(disk['plain step']):.2f} s, {limit}",
+        plain=f"{disk['plain step']}, {disk[PLAIN_RESIDENT]}",
+    )
+    text, rows = read("small_pc-cpu")
+    plain = re.search(r"Plain PyTorch needed ([\d.]+ GiB)", text)
+    assert plain is not None
+    used, limit = rows[-1]["peak RSS of limit"].split(" of ")
+    budget_mib = first(rows[-1]["device budget"].split(": ")[1])
+    task = f"0.7B GPT, device budget {budget_mib:.0f} MiB: peak memory"
+    yield Row(task, used, f"{limit}: 14 bytes per parameter, activations", plain=plain[1])
+    large = read("disk_training_large-cpu")[1][0]
+    resident, limit = large["peak RSS of limit"].split(" of ")
+    step = large["steps"].split(" / ")[1]
+    task = f"2.0B GPT, {large['model data']} of model data, 24 GB machine: a step"
+    yield Row(task, f"{step}, {resident}", f"the disk's rate, {limit}", plain="does not fit")
+
+
+def update() -> Row:
+    """Return the row of the optimizer step."""
+    adam = read("adam-cpu")[1][-1]
     numel = first(adam["parameters"]) * 1e6
     ours = numel * UPDATE_BYTES / (first(adam["update GB/s"]) * 1e9)
-    fused = ours * first(adam["torch fused / ours"])
-    deepspeed = ours * first(adam["DeepSpeed / ours"])
-    peers = f"{fused:.3f} s (PyTorch fused), {deepspeed:.3f} s (DeepSpeed)"
     copying = max(first(adam["copy_ GB/s"]), first(adam["memmove GB/s"]))
-    bound = f"{UPDATE_BYTES} bytes per parameter; at {adam['update GB/s']} GB/s, where a copy reaches {copying}"
-    task = f"AdamW update of {adam['parameters']} parameters on the CPU"
-    rows.append([task, peers, f"{ours:.3f} s", bound])
-    saved = {row["metric"]: row for row in read("checkpoints")[1]}["save rate"]
-    bare = saved["limit"].split(",")[0]
-    rows.append(["124M GPT-2, writing a checkpoint of 1.39 GiB", "", saved["measured"], f"{bare}, the disk's rate"])
-    return machine, rows
+    return Row(
+        f"AdamW update of {adam['parameters']} parameters on the CPU",
+        f"{ours:.3f} s",
+        f"{UPDATE_BYTES} bytes per parameter: {adam['update GB/s']} GB/s, a copy reaches {copying}",
+        plain=f"{ours * first(adam['torch fused / ours']):.3f} s",
+        deepspeed=f"{ours * first(adam['DeepSpeed / ours']):.3f} s",
+    )
+
+
+def markdown(columns: list[str], rows: list[list[str]]) -> str:
+    """Return a table."""
+    return "".join(f"| {' | '.join(row)} |\n" for row in [columns, ["---"] * len(columns), *rows])
+
+
+def tables() -> dict[str, str]:
+    """Return the text between the markers of the README, by their names."""
+    return {
+        "measured": markdown(COLUMNS, [row.cells() for row in measured()])
+        + f"\nMeasured on: {machine()}, no GPU. {NOT_MEASURED}: not measured.\n",
+    }
+
+
+def with_tables(readme: str) -> str:
+    """Return the README with the tables of the current results."""
+    for name, text in tables().items():
+        begin, end = BEGIN.format(name=name), END.format(name=name)
+        before, rest = readme.split(begin)
+        readme = f"{before}{begin}{text}{end}{rest.split(end)[1]}"
+    return readme
 
 
 def main() -> None:
-    """Print the table and write it into README.md."""
-    machine, rows = table()
-    lines = [["task", "plain PyTorch or peer", "PatrickStar", "physical limit"], *rows]
-    text = "\n".join(f"| {' | '.join(row)} |" for row in [lines[0], ["---"] * 4, *rows])
-    readme = ROOT / "README.md"
-    before, rest = readme.read_text().split(START)
-    after = rest.split(END)[1]
-    readme.write_text(f"{before}{START}{text}\n\nMeasured on: {machine}, no GPU.\n{END}{after}")
-    print(text)
+    """Write the tables into README.md and print them."""
+    README.write_text(with_tables(README.read_text()))
+    print("\n".join(tables().values()))
 
 
 if __name__ == "__main__":
