@@ -85,7 +85,7 @@ def machine_of_parts(gpu: str, count: int = 1, host_memory: str | None = None, d
         described = "a server with two sockets of eight channels of DDR5-4800 and 96 cores"
     title = f"{count} x {name}" if count > 1 else name
     return Machine(
-        name=f"{title}, {format_size(memory)} of host memory",
+        name=f"{title} with {format_size(memory)} of host memory",
         source=f"{title} in {described}, which is assumed; rates of the GPU as in gpus.toml",
         gpu=Gpu(
             count=count,

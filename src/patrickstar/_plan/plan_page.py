@@ -52,7 +52,7 @@ def plan_page(plan: Prediction) -> str:
         ]
     sections += [
         "<h2>More</h2>",
-        table(("", ""), remarks(plan), "Table of remarks"),
+        table(("", "of this plan"), remarks(plan), "Table of further properties"),
     ]
     return html_page(f"{plan.model.name}: plan", f"<section>{''.join(sections)}</section>", figures)
 
@@ -64,7 +64,11 @@ def _cards(plan: Prediction) -> str:
         [
             ("step", f"{plan.step_s:.3g} s", f"by {simulated}"),
             ("bound", f"{plan.bound_s:.3g} s", f"by {plan.limited_by}"),
-            ("speed", f"{plan.tokens_per_s:,.0f} tokens/s", f"{plan.best.processes} process(es)"),
+            (
+                "speed",
+                f"{plan.tokens_per_s:,.0f} tokens/s",
+                "of one process" if plan.best.processes == 1 else f"of {plan.best.processes} processes",
+            ),
             ("batch", f"{plan.batch} x {plan.model.sequence}", f"tokens; at most {plan.max_batch} sequences fit"),
             ("model data", format_size(plan.best.model_data_bytes), "per process, on all tiers"),
             *([] if days is None else [("drive", f"{days:,.0f} days", "of training until it is worn")]),
@@ -108,7 +112,7 @@ def _resources_figure(plan: Prediction) -> Figure:
             },
         ],
         "layout": {
-            "xaxis": axis("busy seconds in a step", rangemode="tozero"),
+            "xaxis": axis("busy in a step, s", rangemode="tozero"),
             "yaxis": {"autorange": "reversed", "automargin": True},
             "hovermode": "closest",
         },
@@ -145,7 +149,7 @@ def _frontier_figure(plan: Prediction, frontier: Frontier) -> Figure:
             "xaxis": axis(
                 f"{frontier.tier}, GiB", type="log", tickvals=sizes[::2], ticktext=[f"{s:.3g}" for s in sizes[::2]]
             ),
-            "yaxis": axis("tokens per second", rangemode="tozero"),
+            "yaxis": axis("speed, tokens/s", rangemode="tozero"),
             "hovermode": "closest",
         },
     }
