@@ -123,7 +123,7 @@ def test_a_plan_answers_first_and_says_what_to_set_and_to_buy():
     options = ["--model", "gpt-8b", "--gpu", "rtx4090", "--host-memory", "64GB", "--disk", "1TB:2GB/s"]
     done, found = run("plan", *options), json.loads(run("plan", *options, "--json").output)
     assert done.output.startswith(
-        f"gpt-8b fits rtx4090 with 59.60 GiB of host memory and trains at {found['tokens_per_s']:,.0f} tokens/s: a step of "
+        f"gpt-8b fits rtx4090 with 59.60 GiB of host memory and trains at {found['tokens_per_s']:,.0f} tokens/s: a "
     )
     assert 'ps.initialize(model, ps.Config(precision="bf16", disk="FOLDER ON THE DRIVE"' in done.output
     upgrades = found["upgrades"]
