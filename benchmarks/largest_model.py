@@ -31,7 +31,7 @@ SMALLEST, *_, LARGEST = MODELS.values()
 
 SEQUENCE = 2048
 DISK_BYTES = 2 * 10**12
-DISK = f"{DISK_BYTES}:7GB/s:5GB/s"
+DISK = f"{DISK_BYTES}B:7GB/s:5GB/s"
 RESERVED_GIB, RESERVED_GB = 1, 4
 """Memory of the card and of the host that is left to everything else: CUDA's context, the system."""
 PLAIN_BYTES, MANAGED_BYTES = 16, 14

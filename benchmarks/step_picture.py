@@ -175,7 +175,7 @@ def with_color_schemes(svg: str) -> str:
     """Return the picture with a variable in place of each color: light by default, dark where the reader prefers it."""
     names = {pair[0]: f"--{name.split()[0]}" for name, pair in COLORS.items()}
     svg = re.sub("|".join(names), lambda found: f"var({names[found[0]]})", svg)
-    values = [" ".join(f"{names[pair[0]]}: {pair[scheme]};" for pair in COLORS.values()) for scheme in (0, 1)]
+    values = [" ".join(f"{names[pair[0]]}: {pair[dark]};" for pair in COLORS.values()) for dark in (False, True)]
     style = f"<style>svg {{ {values[0]} }} @media (prefers-color-scheme: dark) {{ svg {{ {values[1]} }} }}</style>"
     return re.sub(r"(<svg [^>]*>)", rf"\1\n {style}", svg, count=1)
 
