@@ -91,7 +91,8 @@ class Config(Options):
     """
 
     device: str = "auto"
-    """Compute device: "cuda", "cuda:1" or another index, "xpu", "cpu", or "auto" (default: the machine's accelerator, if any)."""
+    """Compute device: "cuda", or "cuda:1" and so on, "xpu", "cpu", or "auto" (default: the machine's accelerator, if
+    any)."""
     device_memory: int | str | None = None
     """Device budget of each process, in bytes or as "2GiB". Default None: most of the GPU's free memory; on a CPU the
     available RAM that `host_memory` leaves, or half of it."""
