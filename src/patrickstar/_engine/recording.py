@@ -123,6 +123,11 @@ class Recording:
         self._write()
         return record
 
+    @property
+    def last(self) -> StepRecord | None:
+        """Record of the last step, as long as it is not written: `log` and the next step write it."""
+        return self._record
+
     def planned(self, seconds: float, bound_s: float, stats: StepStats) -> None:
         """Add the prediction of a dry run to the log; see `RunLog.write_plan`. `Engine.plan` calls this."""
         self._log.write_plan(seconds, bound_s, stats)

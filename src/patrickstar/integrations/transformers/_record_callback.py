@@ -1,13 +1,16 @@
-"""Callback of the Trainer that records the steps of training in a run's log."""
+"""Callback of the Trainer that records the steps of training in a run's log, and shows them in its progress bar."""
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import ProgressCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import CallbackHandler
 
 from patrickstar._engine.engine import Engine
 from patrickstar._engine.recording import Recording
+from patrickstar._engine.run_log import StepRecord
+from patrickstar._layout.byte_size import format_size
 
 
 class RecordCallback(TrainerCallback):
@@ -15,14 +18,19 @@ class RecordCallback(TrainerCallback):
 
     Args:
         engine: Returns the engine that trains.
+        callbacks: Returns the Trainer's callbacks, among which may be one with a progress bar.
         log: File of the run's log.
         tensorboard: Directory of its log for TensorBoard.
     """
 
     def __init__(
-        self, engine: Callable[[], Engine], log: str | Path | None, tensorboard: str | Path | None = None
+        self,
+        engine: Callable[[], Engine],
+        callbacks: Callable[[], CallbackHandler],
+        log: str | Path | None,
+        tensorboard: str | Path | None,
     ) -> None:
-        self._engine = engine
+        self._engine, self._callbacks = engine, callbacks
         self._log, self._tensorboard = log, tensorboard
         self._recording: Recording | None = None
 
@@ -38,6 +46,15 @@ class RecordCallback(TrainerCallback):
             tensorboard=self._tensorboard if writes else None,
         )
         self._recording.__enter__()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Show memory and waits of the step in the progress bar, if there is one."""
+        record = None if self._recording is None else self._recording.last
+        if record is None:
+            return
+        for callback in self._callbacks().callbacks:
+            if isinstance(callback, ProgressCallback) and callback.training_bar is not None:
+                callback.training_bar.set_postfix_str(_figures(record, self._engine().device_budget_bytes))
 
     def on_log(
         self,
@@ -63,3 +80,17 @@ class RecordCallback(TrainerCallback):
         if self._recording is not None:
             self._recording.__exit__(None, None, None)
             self._recording = None
+
+
+def _figures(record: StepRecord, device_budget_bytes: int) -> str:
+    """Return peaks of the memory of each tier, and the share of the step in which computation waited."""
+    stats = record.stats
+    device = f"{format_size(stats.device_peak_model_bytes)} + {format_size(stats.device_peak_non_model_bytes)}"
+    return ", ".join(
+        (
+            f"device {device} of {format_size(device_budget_bytes)}",
+            f"host {format_size(stats.host_peak_model_bytes + stats.host_peak_non_model_bytes)}",
+            *([f"disk {format_size(stats.disk_bytes)}"] if stats.disk_bytes else []),
+            f"waiting {stats.stall_s / record.elapsed_s:.0%}",
+        )
+    )

@@ -99,11 +99,13 @@ class Trainer(transformers.Trainer):
     def record(self, log: str | Path | None = None, *, tensorboard: str | Path | None = None) -> None:
         """Record the steps of later calls of `train()`, for `patrickstar report`; see `Engine.record`.
 
+        The Trainer's progress bar then shows the memory of each tier and the share of waits.
+
         Args:
             log: File of JSON lines. A resumed training continues it.
             tensorboard: Directory for scalars of each step in TensorBoard's format, continued as well. Default: none.
         """
-        self.add_callback(RecordCallback(lambda: self.engine, log, tensorboard))
+        self.add_callback(RecordCallback(lambda: self.engine, lambda: self.callback_handler, log, tensorboard))
 
     @property
     def mesh(self) -> "DeviceMesh | None":
