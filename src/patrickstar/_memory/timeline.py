@@ -130,14 +130,24 @@ class Timeline:
         for pending in self._pending:
             times = pending.transfer.interval(self._clock)
             if times is not None:
+                start_s, end_s = self._within(times)
+                asked_s = min(pending.asked_s, start_s)  # it may have begun before the request was noted
                 result.work.append(
-                    Work(pending.channel, pending.label, pending.nbytes, pending.asked_s, *times, pending.urgent)
+                    Work(pending.channel, pending.label, pending.nbytes, asked_s, start_s, end_s, pending.urgent)
                 )
         for label, before, after in self._device_waits:
             assert self._clock is not None, "events are recorded on an accelerator"
-            result.stalls.append(Stall(self._clock.seconds(before), self._clock.seconds(after), label))
+            times = self._clock.seconds(before), self._clock.seconds(after)
+            result.stalls.append(Stall(*self._within(times), label))
         result.work = sorted(result.work, key=lambda each: each.start_s)  # a worker thread may still add to the list
         return result
+
+    def _within(self, times: tuple[float, float]) -> tuple[float, float]:
+        """Return times that are not after the end of the step.
+
+        The clock of a device is late by the time until the host read it, and a worker thread may go on after the step.
+        """
+        return min(times[0], self._result.end_s), min(times[1], self._result.end_s)
 
 
 def _memory_of(chunk: Chunk, now: float) -> Iterator[Residency]:
