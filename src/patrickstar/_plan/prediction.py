@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Whether and how fast a model trains on a machine, or on a cluster of such machines.
+    """Batch, speed, memory and limits of a model on a machine, or on a cluster of such machines.
 
     Attributes:
         model: The model.
@@ -63,7 +63,7 @@ class Prediction:
 
     @property
     def activation_checkpointing(self) -> bool:
-        """Whether activations are recomputed in backward."""
+        """True if activations are recomputed in backward."""
         return self.best.workload.checkpointing
 
     @property
