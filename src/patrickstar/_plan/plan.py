@@ -16,7 +16,7 @@ class Plan(Prediction):
     """Plan of a model on a machine: `print` shows it as text, a notebook as a page."""
 
     def write_html(self, path: Path | str) -> None:
-        """Write the plan as a page that needs no network to the file `path`. Raise ConfigError if it can't be written."""
+        """Write the plan to the file `path`, as a page that needs no network. Raise ConfigError if it can't be."""
         write_page(plan_page(self), Path(path))
 
     def __str__(self) -> str:
