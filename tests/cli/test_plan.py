@@ -125,7 +125,7 @@ def test_a_plan_answers_first_and_says_what_to_set_and_to_buy():
     assert done.output.startswith(
         f"gpt-8b fits rtx4090 with 59.60 GiB of host memory and trains at {found['tokens_per_s']:,.0f} tokens/s: a "
     )
-    assert 'ps.initialize(model, ps.Config(precision="bf16", disk="FOLDER ON THE DRIVE"' in done.output
+    assert 'config = ps.Config(precision="bf16", disk="FOLDER ON THE DRIVE"' in done.output
     upgrades = found["upgrades"]
     assert list(upgrades) == ["32 GB more host memory", "a second drive", "a second GPU"]
     assert all(gained > found["tokens_per_s"] for gained in upgrades.values())

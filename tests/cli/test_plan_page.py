@@ -28,7 +28,7 @@ def test_a_plan_is_the_engines_dry_run_with_the_bound_beside_it(plan: ps.Plan) -
     assert plan.tokens_per_s == pytest.approx(4 * 128 / plan.step_s)
     text = str(plan)
     assert text.startswith("gpt-10m fits rtx4090 with 14.90 GiB of host memory and trains at ")
-    assert f"takes {plan.step_s:.2f} s in a dry run of the engine" in text
+    assert f"takes in a dry run of the engine {plan.step_s:.2f} s" in text
     assert f"no step takes less than {plan.bound_s:.2f} s, because of {plan.limited_by}" in text
     assert "`patrickstar train --dry-run --machine` shows such a step in full" in text
 

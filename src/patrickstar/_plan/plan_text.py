@@ -43,10 +43,10 @@ def plan_text(plan: Prediction) -> str:
 def answer(plan: Prediction) -> str:
     """Return in one sentence whether the model fits and how fast it trains, with the bound."""
     name, step = plan.model.name.partition(",")[0], f"{plan.batch} x {plan.model.sequence:,} tokens"
-    source = "estimated" if plan.dry_run is None else "in a dry run of the engine"
+    takes = "is estimated to take" if plan.dry_run is None else "takes in a dry run of the engine"
     return (
-        f"{name} fits {plan.machine.name} and trains at {plan.tokens_per_s:,.0f} tokens/s: a step of {step} takes "
-        f"{plan.step_s:.2f} s {source}; no step takes less than {plan.bound_s:.2f} s, because of {plan.limited_by}."
+        f"{name} fits {plan.machine.name} and trains at {plan.tokens_per_s:,.0f} tokens/s: a step of {step} {takes} "
+        f"{plan.step_s:.2f} s; no step takes less than {plan.bound_s:.2f} s, because of {plan.limited_by}."
     )
 
 
@@ -91,8 +91,8 @@ def config_text(machine: Machine, best: Estimate) -> str:
     disk = ', disk="FOLDER ON THE DRIVE"' if machine.disk is not None and best.disk_bytes else ""
     torchrun = "" if best.processes == 1 else f"torchrun --nproc-per-node {best.mesh.gpus} script.py\n"
     recompute = "model.activation_checkpointing_enable()\n" if best.workload.checkpointing else ""
-    config = f'ps.Config(precision="bf16"{disk}, optimizer=ps.AdamW(lr=1e-4))'
-    return f"{torchrun}{recompute}engine, optimizer = ps.initialize(model, {config})"
+    config = f'config = ps.Config(precision="bf16"{disk}, optimizer=ps.AdamW(lr=1e-4))'
+    return f"{torchrun}{recompute}{config}\nengine, optimizer = ps.initialize(model, config)"
 
 
 def _drive_row(plan: Prediction) -> list[tuple[str, str]]:
