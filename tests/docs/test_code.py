@@ -2,6 +2,8 @@
 
 import os
 import re
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -23,6 +25,8 @@ pytestmark = [
 ]
 
 WITH_CODE = [page for page in PAGES if any(block.language == "python" for block in blocks(page))]
+ALONE = {"tutorial"}
+"""Pages whose budgets are so small that tensors of other tests would exceed them: each has a process of its own."""
 DIRECTORIES = ("/scratch", "/nvme", "/fast/disk")
 """Directories of pages, in place of which a temporary one is used."""
 
@@ -43,6 +47,15 @@ def workplace(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.stem)
 def test_the_code_of_a_page_runs(page: Path, workplace: Path, capsys: pytest.CaptureFixture[str]):
+    if page.stem in ALONE and "PAGE_ALONE" not in os.environ:
+        test = f"{__file__}::test_the_code_of_a_page_runs[{page.stem}]"
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", test]
+        done = subprocess.run(
+            command, env={**os.environ, "PAGE_ALONE": "1"}, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "1 passed" in done.stdout
+        return
     torch.manual_seed(0)
     namespace = {"__name__": "__main__", "ps": ps}
     setup = SETUPS / f"{page.stem.replace('-', '_')}.py"
