@@ -64,8 +64,11 @@ INTRO = f"""\
 The largest of {len(MODELS)} open models ({SMALLEST} to {LARGEST}) whose full fine-tuning with AdamW fits a card,
 by `patrickstar plan`: planned, not measured. Sequences of {SEQUENCE:,} tokens, bf16, the batch with the most tokens per
 second. {RESERVED_GIB} GiB of the card and {RESERVED_GB} GB of host memory are left to CUDA and the system. The disk is
-an NVMe drive of 2 TB that reads 7 GB/s and writes 5 GB/s. Times are those of a dry run of the engine on the machine;
-the limit is what the busiest resource alone would take ([how](../../docs/planning.md)).
+an NVMe drive of 2 TB that reads 7 GB/s and writes 5 GB/s.
+
+Times are estimates with full overlap of transfers and computation: the engine is not faster. The limit is what the
+busiest resource alone would take. An estimate divides memory at will and the engine in chunks, so that a batch may have
+to be smaller: a dry run, the default of `patrickstar plan`, finds out ([how](../../docs/planning.md)).
 
 Plain PyTorch has weights, gradients and moments in fp32 on the card ({PLAIN_BYTES} bytes per parameter, autocast), and
 the same activations as PatrickStar at batch 1 with activation checkpointing. PatrickStar has {MANAGED_BYTES} bytes per
@@ -81,7 +84,7 @@ def plan(computer: Computer, disk: bool, model: str, batch: int | None = None) -
         computer: Its card and host.
         disk: Whether it has a disk.
         model: Name of the model.
-        batch: Sequences of a step, which is only estimated, with activation checkpointing. Default: the fastest.
+        batch: Sequences of a step with activation checkpointing. Default: the fastest step.
     """
     try:
         return ps.plan(
@@ -93,14 +96,14 @@ def plan(computer: Computer, disk: bool, model: str, batch: int | None = None) -
             sequence=SEQUENCE,
             batch=batch,
             activation_checkpointing=None if batch is None else True,
-            dry_run=batch is None,
+            dry_run=False,  # of 70 billion parameters it takes minutes
         )
     except BudgetError:
         return None
 
 
 def fits(computer: Computer, disk: bool, model: str) -> bool:
-    """Return whether a model fits the card, the host memory and the disk, in an estimate and in a dry run."""
+    """Return whether a model fits the card, the host memory and the disk."""
     capacity_bytes = (computer.card_gib << 30) + computer.host_gb * 10**9 + disk * DISK_BYTES
     # Most models are too large by far: their plans are not needed.
     return MANAGED_BYTES * OPEN_MODELS[model].params <= capacity_bytes and plan(computer, disk, model) is not None
@@ -139,8 +142,9 @@ def rows() -> Iterator[list[str]]:
 
 def main() -> None:
     """Print the table and write it to results/."""
-    lines = [COLUMNS, ["---"] * len(COLUMNS), *rows()]
-    text = INTRO + "\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+    text = INTRO + "\n"
+    for line in (COLUMNS, ["---"] * len(COLUMNS), *rows()):
+        text += f"| {' | '.join(line)} |\n"
     print(text)
     (RESULTS / "largest_model.md").write_text(text)
 

@@ -143,6 +143,18 @@ def update() -> Row:
     )
 
 
+def planned() -> list[list[str]]:
+    """Return the rows of the table of the largest models, from results/largest_model.md."""
+    rows: dict[str, list[str]] = {}
+    for row in read("largest_model")[1]:
+        computer = f"{row['card']}; {row['host memory']} of RAM"
+        rows.setdefault(computer, [computer, row["plain PyTorch"]])
+        limit = row["limit, s"].partition(":")[0]
+        speed = f": {row['tokens/s']} tokens/s, {row['s per step']} s per step (limit {limit} s)" if limit else ""
+        rows[computer].append(f"{row['PatrickStar']}{speed}")
+    return list(rows.values())
+
+
 def markdown(columns: list[str], rows: list[list[str]]) -> str:
     """Return a table."""
     return "".join(f"| {' | '.join(row)} |\n" for row in [columns, ["---"] * len(columns), *rows])
@@ -150,7 +162,9 @@ def markdown(columns: list[str], rows: list[list[str]]) -> str:
 
 def tables() -> dict[str, str]:
     """Return the text between the markers of the README, by their names."""
+    largest = ["card and RAM", "plain PyTorch", "PatrickStar", "PatrickStar with a 2 TB NVMe drive"]
     return {
+        "largest": markdown(largest, planned()),
         "measured": markdown(COLUMNS, [row.cells() for row in measured()])
         + f"\nMeasured on: {machine()}, no GPU. {NOT_MEASURED}: not measured.\n",
     }
