@@ -222,6 +222,7 @@ class EngineCore:
             self.optimizer_placement.replan(self.layout)
         manager = self.manager
         manager.device_tier.soft_limit_bytes = manager.device_tier.budget_bytes
+        manager.note_non_model_bytes()
         with self.internal_computation():
             self.optimizer_in_backward.finish(groups)
             self.data.synchronize_gradients(Request.STEP)

@@ -203,6 +203,11 @@ class ChunkManager(DevicePrefetch):
             self.host_tier.note_other()
             self.timeline.disk_bytes(0 if self.disk_tier is None else self.disk_tier.file.used_bytes)
 
+    def note_non_model_bytes(self) -> None:
+        """Note in the record, if there is one, the non-model data on the device, for which there is room now."""
+        if self.timeline is not None:
+            self.timeline.non_model_bytes(self.device_tier.non_model_bytes, settled=True)
+
     # Access
 
     def at_rest(self, chunks: Iterable[Chunk]) -> bool:

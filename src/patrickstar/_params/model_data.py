@@ -83,8 +83,7 @@ class ModelData(LocalShards, ProcessHooks):
                     error.parameter = managed_params[0].name
                     raise
         self.tracer.transfers_done()
-        if self.manager.timeline is not None:
-            self.manager.timeline.non_model_bytes(self.manager.device_tier.non_model_bytes, settled=True)
+        self.manager.note_non_model_bytes()
         self.pin(managed_params)
         self.residency.hold(chunks)
         if not at_rest:

@@ -35,9 +35,7 @@ class Residency:
             self.tracer.begin_iteration(key)
             if self.tracer.resident:
                 self._begin()
-                if self.manager.timeline is not None:  # its operators have no moments: this holds for all of it
-                    nbytes = self.manager.device_tier.non_model_bytes
-                    self.manager.timeline.non_model_bytes(nbytes, settled=True)
+                self.manager.note_non_model_bytes()  # its operators have no moments: this holds for all of it
 
     def hold(self, chunks: Iterable[Chunk]) -> None:
         """Hold accessed chunks, if the iteration is resident."""
