@@ -98,7 +98,7 @@ def sampled_model(model: nn.Module | Build, sample: Any, loss: Loss | None = Non
         return built
 
     def step(batch: int) -> Step:
-        indices = torch.arange(batch) % rows
+        indices = torch.arange(batch, device="cpu") % rows
         args, kwargs = pytree.tree_map_only(torch.Tensor, lambda each: each[indices], (trial.args, trial.kwargs))
         return forward_backward_step(loss or default_loss, args, kwargs)
 
