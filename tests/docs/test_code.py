@@ -32,7 +32,7 @@ DIRECTORIES = ("/scratch", "/nvme", "/fast/disk")
 
 
 @pytest.fixture
-def workplace(tmp_path, monkeypatch):
+def folder(tmp_path, monkeypatch):
     """Run a page in a temporary directory, and leave the process as it was."""
     monkeypatch.chdir(tmp_path)
     environment = dict(os.environ)
@@ -46,7 +46,7 @@ def workplace(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.stem)
-def test_the_code_of_a_page_runs(page: Path, workplace: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_code_of_a_page_runs(page: Path, folder: Path, capsys: pytest.CaptureFixture[str]):
     if page.stem in ALONE and "PAGE_ALONE" not in os.environ:
         test = f"{__file__}::test_the_code_of_a_page_runs[{page.stem}]"
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", test]
@@ -67,7 +67,7 @@ def test_the_code_of_a_page_runs(page: Path, workplace: Path, capsys: pytest.Cap
         if block.not_run:
             printed = None
         elif block.language == "python":
-            run(block, namespace, workplace)
+            run(block, namespace, folder)
             printed = capsys.readouterr().out
         elif block.language == "sh":
             for command in commands(block):
