@@ -23,11 +23,7 @@ WITHOUT = {tag for tag in FIELDS if tag.partition("/")[0] in ("disk", "collectiv
 
 
 @pytest.fixture(autouse=True)
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.chdir(tmp_path)
-    Path("text.py").write_text("".join(f"def f{i}(x):\n    return x + {i}\n" for i in range(200)))
+def place(small_text: None) -> None:
     Path("model.json").write_text(json.dumps(CONFIG))
 
 
