@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from patrickstar._cli.summary import Summary
-from patrickstar._engine.run_log import StepRecord
+from patrickstar._engine.run_log import StepRecord, memory_figures, waiting_figure
 from patrickstar._layout.byte_size import format_size
 from patrickstar.integrations._meshes import MeshSizes
 
@@ -93,12 +93,9 @@ class Progress:
         return (
             f"loss {record.loss:.4f}",
             f"{(record.tokens or 0) / record.elapsed_s:,.0f} tokens/s",
-            f"device {format_size(stats.device_peak_model_bytes)}"
-            f" + {format_size(stats.device_peak_non_model_bytes)} of {format_size(self._device_budget_bytes)}",
-            f"host {format_size(stats.host_peak_model_bytes + stats.host_peak_non_model_bytes)}",
-            *([f"disk {format_size(stats.disk_bytes)}"] if stats.disk_bytes else []),
+            *memory_figures(record, self._device_budget_bytes),
             f"moved {format_size(stats.h2d_bytes + stats.d2h_bytes)}",
-            f"waiting {stats.stall_s / record.elapsed_s:.0%}",
+            waiting_figure(record),
         )
 
 

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from patrickstar._engine.core import EngineCore
+from patrickstar._layout.byte_size import format_size
 from patrickstar._memory.machine_name import machine_name
 from patrickstar._schedule.step_timeline import LOG_FORMAT, StepTimeline
 from patrickstar._step.stats import StepStats
@@ -174,3 +175,19 @@ def _steps_in(path: Path, steps: int) -> list[str]:
 
 def _json_number(value: object) -> object:
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def memory_figures(record: StepRecord, device_budget_bytes: int) -> list[str]:
+    """Return the peaks of a step on each tier in words."""
+    stats = record.stats
+    device = f"{format_size(stats.device_peak_model_bytes)} + {format_size(stats.device_peak_non_model_bytes)}"
+    return [
+        f"device {device} of {format_size(device_budget_bytes)}",
+        f"host {format_size(stats.host_peak_model_bytes + stats.host_peak_non_model_bytes)}",
+        *([f"disk {format_size(stats.disk_bytes)}"] if stats.disk_bytes else []),
+    ]
+
+
+def waiting_figure(record: StepRecord) -> str:
+    """Return the share of a step in which computation waited, in words."""
+    return f"waiting {record.stats.stall_s / record.elapsed_s:.0%}"

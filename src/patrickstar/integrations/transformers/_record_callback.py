@@ -9,8 +9,7 @@ from transformers.trainer_callback import CallbackHandler
 
 from patrickstar._engine.engine import Engine
 from patrickstar._engine.recording import Recording
-from patrickstar._engine.run_log import StepRecord
-from patrickstar._layout.byte_size import format_size
+from patrickstar._engine.run_log import memory_figures, waiting_figure
 
 
 class RecordCallback(TrainerCallback):
@@ -52,9 +51,10 @@ class RecordCallback(TrainerCallback):
         record = None if self._recording is None else self._recording.last
         if record is None:
             return
+        figures = [*memory_figures(record, self._engine().device_budget_bytes), waiting_figure(record)]
         for callback in self._callbacks().callbacks:
             if isinstance(callback, ProgressCallback) and callback.training_bar is not None:
-                callback.training_bar.set_postfix_str(_figures(record, self._engine().device_budget_bytes))
+                callback.training_bar.set_postfix_str(", ".join(figures))
 
     def on_log(
         self,
@@ -80,17 +80,3 @@ class RecordCallback(TrainerCallback):
         if self._recording is not None:
             self._recording.__exit__(None, None, None)
             self._recording = None
-
-
-def _figures(record: StepRecord, device_budget_bytes: int) -> str:
-    """Return peaks of the memory of each tier, and the share of the step in which computation waited."""
-    stats = record.stats
-    device = f"{format_size(stats.device_peak_model_bytes)} + {format_size(stats.device_peak_non_model_bytes)}"
-    return ", ".join(
-        (
-            f"device {device} of {format_size(device_budget_bytes)}",
-            f"host {format_size(stats.host_peak_model_bytes + stats.host_peak_non_model_bytes)}",
-            *([f"disk {format_size(stats.disk_bytes)}"] if stats.disk_bytes else []),
-            f"waiting {stats.stall_s / record.elapsed_s:.0%}",
-        )
-    )
