@@ -18,6 +18,7 @@ from patrickstar import testing
 from patrickstar._engine.engine import Engine
 from patrickstar._memory.chunk import Chunk
 from patrickstar._schedule.placement import Tier
+from patrickstar._step.streamed_update import THREADS
 from patrickstar.errors import DiskError
 
 WIDTH = 64
@@ -62,10 +63,10 @@ def updates_in_progress(engine: Engine, tier: Tier = Tier.DEVICE) -> Iterator[th
     backward(engine)
     manager = manager_of(engine)
     manager.move_to_tier(manager.param16[0], tier)
-    begun = threading.Event()
+    begun = threading.Barrier(THREADS + 1)
     pool = optimizer_step_of(engine).host_updates.streamed._pool
-    pool.submit([lambda stage: (begun.set(), opened.wait(60))], "an update without end")
-    assert begun.wait(60)
+    pool.submit([lambda stage: (begun.wait(60), opened.wait(60))] * THREADS, "updates without end")
+    begun.wait(60)
     engine.optimizer.step()
     while not updated(engine):
         pipeline.progress()

@@ -7,7 +7,7 @@ REMOVED = (
     "accelerator: self.current_stream().wait_event(event)",
     pytest.param("accelerator: event.synchronize()", marks=pytest.mark.slow),
     pytest.param("chunk: self.d2h_transfer.wait()", marks=pytest.mark.slow),
-    "streamed_update: self.accelerator.order(uploaded)",
+    "streamed_update: self.accelerator.order(used)",
 )
 
 

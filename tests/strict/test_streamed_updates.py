@@ -24,7 +24,7 @@ pytestmark = pytest.mark.parametrize("seed", range(10))
 @pytest.fixture
 def updates(seed) -> Iterator[StreamedUpdates]:
     strict_device.configure(seed=seed)
-    manager = ChunkManager(DEVICE, ALIGN_BYTES, 4 * ALIGN_BYTES, poison=True)
+    manager = ChunkManager(DEVICE, ALIGN_BYTES, BUFFERS * ALIGN_BYTES, poison=True)
     accelerator = manager.hardware.accelerator
     assert accelerator is not None
     updates = StreamedUpdates(Kernels.best(DEVICE), accelerator, manager.host_tier, BUFFERS * PIECE_NUMEL * 2)
@@ -83,3 +83,42 @@ def test_work_after_a_cancelled_update_sees_what_it_has_done(updates):
     update.job.wait()
     update.cancel()
     assert torch.equal(span.param.clone().cpu(), expected)
+
+
+class Refusing:
+    """Kernels that fail at a piece."""
+
+    def __init__(self, kernels: Kernels, piece: int) -> None:
+        self._kernels, self._left = kernels, piece
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._kernels, name)
+
+    def start(self, spans, scales):
+        self._left -= 1
+        if self._left < 0:
+            raise MemoryError("no memory for a piece")
+        return self._kernels.start(spans, scales)
+
+
+def test_buffers_come_back_after_an_error(updates, seed):
+    kernels = updates.kernels
+    for number in range(2 * BUFFERS):
+        updates.kernels = Refusing(kernels, (seed + number) % BUFFERS)
+        with pytest.raises(MemoryError):
+            started(updates, new_span(grad_on_host=number % 2 == 0)).finish()
+    updates.kernels = kernels
+    span = new_span(grad_on_host=False)
+    expected = updated_param(span)
+    started(updates, span).finish()
+    assert torch.equal(span.param.cpu(), expected)
+
+
+def test_updates_share_the_buffers(updates):
+    """Two worker threads have pieces of their updates at any time."""
+    spans = [new_span(grad_on_host=number % 3 == 0) for number in range(6)]
+    expected = updated_param(spans[0]), updated_param(spans[1])
+    for update in [started(updates, span) for span in spans]:
+        update.finish()
+    for number, span in enumerate(spans):
+        assert torch.equal(span.param.cpu(), expected[number % 3 != 0])

@@ -6,7 +6,7 @@ the work's scheduled end. The schedule of a stream continues from scheduled ends
 queued work, not from the times at which threads woke up: their delays do not add up. A copy between host and device
 takes its bytes / the rate of its direction, and shares the link of this direction with other streams. An operator takes
 the seconds that its thread was charged before (`charge`), or none. Arithmetic runs within these seconds; if it takes
-longer, the stream is late, and catches up.
+longer, the stream is late, and catches up. Targets of queued copies to the host are not filled with NaN.
 """
 
 from collections.abc import Callable, Iterator

@@ -23,7 +23,7 @@ AVERAGED = [
 ]
 RULES = [ADAM, MOMENTUM, PLAIN, LION, *AVERAGED]
 
-STRIP, BLOCK, PAGE = 512, 4096, 1 << 20
+STRIP, BLOCK, PIECE = 512, 4096, 1 << 14
 """Units of the C++ code in elements: inner loop, block of sums, work of a thread."""
 SCALES = (0.3, 0.5)
 AROUND = 7.0

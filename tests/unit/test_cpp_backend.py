@@ -14,7 +14,7 @@ from cpp_backend_cases import (
     FP16,
     LION,
     MOMENTUM,
-    PAGE,
+    PIECE,
     PLAIN,
     RULES,
     SCALES,
@@ -46,7 +46,7 @@ def test_any_size(rule, variant):
         Lists.drawn(rule, numel, grad=grad, accumulated=accumulated).check(CppBackend.find(variant, 2))
 
 
-@pytest.mark.parametrize("numel", [PAGE - 1, PAGE, PAGE + 1, 2 * PAGE + STRIP + 1])
+@pytest.mark.parametrize("numel", [PIECE - 1, PIECE, PIECE + 1, 2 * PIECE + STRIP + 1])
 @pytest.mark.parametrize("variant", implementations.NATIVE)
 def test_sizes_about_a_page(variant, numel):
     Lists.drawn(ADAM, numel).check(CppBackend.find(variant, 2))
@@ -101,16 +101,16 @@ def test_only_what_the_rule_has_is_written():
 
 
 @cache
-def five_pages():
+def five_pieces():
     """Return lists that several threads share, and their expected update."""
-    lists = Lists.drawn(ADAM, 4 * PAGE + 77)
+    lists = Lists.drawn(ADAM, 4 * PIECE + 77)
     return lists, lists.after(EagerBackend())
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 4])
 @pytest.mark.parametrize("variant", implementations.NATIVE)
 def test_any_number_of_threads(variant, threads):
-    lists, expected = five_pages()
+    lists, expected = five_pieces()
     assert_same_bits(expected, lists.after(CppBackend.find(variant, threads)), f"{threads} threads")
 
 
@@ -130,9 +130,9 @@ def test_a_cut_anywhere_changes_nothing(variant, rule, size_and_cuts, grad, thre
 
 
 @pytest.mark.parametrize("variant", implementations.NATIVE)
-def test_cuts_about_a_page(variant):
-    lists = Lists.drawn(LION, PAGE + 900, grad=FP16)
-    for shard_bounds in ([1], [PAGE - 1], [PAGE], [PAGE + 1], [33, PAGE // 2 + 1, PAGE + 899]):
+def test_cuts_about_a_piece(variant):
+    lists = Lists.drawn(LION, PIECE + 900, grad=FP16)
+    for shard_bounds in ([1], [PIECE - 1], [PIECE], [PIECE + 1], [33, PIECE // 2 + 1, PIECE + 899]):
         lists.check(CppBackend.find(variant, 2), shard_bounds=shard_bounds)
 
 
@@ -196,14 +196,14 @@ def test_the_fastest_variant_is_taken():
 @settings(derandomize=True, deadline=None, max_examples=draws(300))
 @given(
     st.sampled_from(RULES),
-    st.integers(PAGE - 5000, 3 * PAGE + 5000),
+    st.integers(PIECE - 5000, 3 * PIECE + 5000),
     st.sampled_from(DTYPES),
     st.sampled_from([None, *DTYPES]),
     st.lists(st.integers(0, 70), min_size=1, max_size=6),
     st.integers(1, 4),
     st.data(),
 )
-def test_pages_in_any_number(variant, rule, numel, grad, param, firsts, threads, data):
+def test_pieces_in_any_number(variant, rule, numel, grad, param, firsts, threads, data):
     shard_bounds = data.draw(st.lists(st.integers(0, numel), max_size=4))
     lists = Lists.drawn(rule, numel, grad=grad, param=param, firsts=firsts)
     lists.check(CppBackend.find(variant, threads), shard_bounds=shard_bounds)

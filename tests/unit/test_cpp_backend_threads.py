@@ -10,7 +10,7 @@ from dataclasses import replace
 import implementations
 import pytest
 import torch
-from cpp_backend_cases import ADAM, BLOCK, FP16, FP32, MOMENTUM, PAGE, PLAIN, SCALES, Lists
+from cpp_backend_cases import ADAM, BLOCK, FP16, FP32, MOMENTUM, PIECE, PLAIN, SCALES, Lists
 
 from patrickstar._kernels.cpp_backend import CppBackend
 from patrickstar._kernels.eager_backend import EagerBackend
@@ -44,7 +44,7 @@ def denormal(numel, rule):
     return lists
 
 
-@pytest.mark.parametrize("numel", [100, PAGE + 100], ids=["one page", "several"])
+@pytest.mark.parametrize("numel", [100, PIECE + 100], ids=["one piece", "several"])
 @pytest.mark.parametrize("variant", implementations.NATIVE)
 def test_flushing_denormal_numbers_in_the_calling_thread_changes_nothing(variant, numel, flushed):
     kernel, lists = CppBackend.find(variant, 2), denormal(numel, replace(MOMENTUM, weight_decay=0.3))
@@ -80,7 +80,7 @@ def test_flushing_does_not_reach_what_is_denormal_among_scalars(rule, scales, fl
 
 
 STARTED_WHILE_FLUSHED = """
-kernel, lists = CppBackend.find(None, 2), denormal(3 * PAGE, PLAIN)
+kernel, lists = CppBackend.find(None, 2), denormal(3 * PIECE, PLAIN)
 expected, found = lists.after(EagerBackend()), lists.copy()
 spans = [found.span()]
 assert kernel.pool_size == 0
@@ -98,7 +98,7 @@ def test_threads_started_while_denormal_numbers_are_flushed_do_not_flush_them():
 
 def test_the_callers_own_setting_stays(flushed):
     flushed()
-    for numel in (10, PAGE + 10):
+    for numel in (10, PIECE + 10):
         CppBackend.find().update([denormal(numel, PLAIN).span()], ())
         assert float(torch.tensor([1e-40]) * 1.0) == 0.0
     torch.set_flush_denormal(False)
@@ -112,7 +112,7 @@ def test_the_callers_own_setting_stays(flushed):
 def test_an_update_may_be_finished_later():
     """Several updates may run at once, and each keeps its tensors alive."""
     kernel = CppBackend.find(None, 2)
-    all_lists = [Lists.drawn(ADAM, numel, seed=numel) for numel in (10, PAGE + 5, 3 * PAGE)]
+    all_lists = [Lists.drawn(ADAM, numel, seed=numel) for numel in (10, PIECE + 5, 3 * PIECE)]
     copies = [lists.copy() for lists in all_lists]
     running = [kernel.start([lists.span()], SCALES) for lists in copies]
     for one in reversed(running):
@@ -124,7 +124,7 @@ def test_an_update_may_be_finished_later():
 
 def test_an_update_that_nobody_finishes_is_waited_for():
     """Otherwise its memory could be freed or read while threads still write to it."""
-    lists = Lists.drawn(ADAM, 3 * PAGE)
+    lists = Lists.drawn(ADAM, 3 * PIECE)
     found = lists.copy()
     running = CppBackend.find(None, 1).start([found.span()], SCALES)
     del running
@@ -140,7 +140,7 @@ def test_other_python_threads_run_during_an_update():
             time.sleep(1e-4)  # lets the main thread take the GIL between ticks, and keep it if it can
 
     def ticks_during(calls):
-        lists = Lists.drawn(PLAIN, PAGE)
+        lists = Lists.drawn(PLAIN, 64 * PIECE)
         spans = [lists.span()] * calls  # in sequence on one thread
         before = ticks[0]
         CppBackend.find("baseline", 1).update(spans, ())
@@ -166,10 +166,28 @@ def in_a_process(program):
     assert result.returncode == 0, result.stderr
 
 
+SHORT = """
+kernel, lists = CppBackend.find(None, 3), Lists.drawn(ADAM, PIECE)
+lists.after(kernel)
+assert kernel.pool_size == 0, kernel.pool_size
+lists = Lists.drawn(ADAM, 1 << 16)
+expected = lists.after(EagerBackend())
+running = kernel.start([(found := lists.copy()).span()], SCALES)
+assert kernel.pool_size == 3, kernel.pool_size
+running.finish()
+assert_same_bits(expected, found.chunks, "shared by threads")
+"""
+
+
+def test_threads_share_a_short_update():
+    """One thread reaches a part of the memory's rate; only a single piece is not worth another one."""
+    in_a_process(SHORT)
+
+
 TWO_AT_ONCE = """
 kernel = CppBackend.find(None, 2)
 assert kernel.pool_size == 0, kernel.pool_size
-lists = [Lists.drawn(ADAM, 3 * PAGE + 5, seed=seed) for seed in range(2)]
+lists = [Lists.drawn(ADAM, 3 * PIECE + 5, seed=seed) for seed in range(2)]
 expected = [one.after(EagerBackend()) for one in lists]
 start, wrong = threading.Barrier(2), []
 
@@ -199,7 +217,7 @@ def test_two_python_threads_share_the_pool():
 
 AFTER_FORK = """
 kernel = CppBackend.find(None, 2)
-lists = Lists.drawn(ADAM, 2 * PAGE + 5)
+lists = Lists.drawn(ADAM, 2 * PIECE + 5)
 expected = lists.after(EagerBackend())
 assert_same_bits(expected, lists.after(kernel), "before the fork")
 child = os.fork()

@@ -5,6 +5,7 @@ The library has a C interface that takes addresses and does not link PyTorch, so
 
 import ctypes
 import hashlib
+import struct
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -25,25 +26,10 @@ NO_VARIANT, NO_MEMORY = -1, -2
 """Error codes of the library's functions."""
 
 
-class _Span(ctypes.Structure):
-    """Mirror of `Span` in cpp/spans.h."""
-
-    _fields_ = [
-        ("param", ctypes.c_void_p),
-        ("grad", ctypes.c_void_p),
-        ("accumulated", ctypes.c_void_p),
-        ("lists", ctypes.c_void_p * LISTS),
-        ("out", ctypes.c_void_p * LISTS),
-        ("scales", ctypes.c_void_p),
-        ("scale_count", ctypes.c_int64),
-        ("numel", ctypes.c_int64),
-        ("param_dtype", ctypes.c_int32),
-        ("grad_dtype", ctypes.c_int32),
-        ("rule", ctypes.c_int32),
-        ("mode", ctypes.c_int32),
-        ("scalars", ctypes.c_double * SCALARS),
-        ("average_weight", ctypes.c_double),
-    ]
+_SPAN = struct.Struct(f"@PPP{LISTS}P{LISTS}PPqqiiii{SCALARS}dd")
+"""`Span` in cpp/spans.h. The library sets its scales, given as null and 0 here."""
+_NO_LISTS = (0,) * LISTS
+_NO_RULE = (0, 0, *(0.0,) * SCALARS, 0.0)
 
 
 class Unavailable(Exception):
@@ -93,8 +79,10 @@ class CppBackend:
     def __init__(self, library: ctypes.CDLL, variant: str | None = None, threads: int | None = None) -> None:
         self._library = library
         self._variant = variant
+        self._variant_name = None if variant is None else variant.encode()
         self._threads = threads
-        self._last_scalars: tuple[Rule, tuple[float, ...]] | None = None
+        self._last_rule: tuple[Rule, tuple[float, ...]] | None = None
+        """The last rule, and its numbers as a span has them."""
         self.name = f"C++ ({variant or self.variants()[0]})"
 
     @classmethod
@@ -138,59 +126,57 @@ class CppBackend:
 
     def start(self, spans: Sequence[Span], scales: Sequence[float]) -> CppUpdate:
         """Start an update. The caller must call `finish` on the result."""
-        packed = self._pack([span.grad for span in spans])
-        for target, span in zip(packed, spans, strict=True):
-            rule = span.rule
-            assert rule.code is not None, f"{type(rule).__name__} is not in the C++ kernel"
-            last = self._last_scalars  # another thread may replace it
-            if last is None or last[0] != rule:
-                last = self._last_scalars = rule, rule.scalars(torch.float32)
-            scalars = last[1]
-            target.rule, target.mode = rule.code, rule.mode
-            target.scalars[: len(scalars)] = scalars
-            target.param, target.param_dtype = span.param.data_ptr(), DTYPES[span.param.dtype]
-            target.lists[:] = _lists((span.master, *span.states), rule)
-            if span.out is not None:
-                target.out[:] = _lists(span.out, rule)
-            if isinstance(rule, AveragedRule):
-                target.average_weight = rule.weight
         running = CppUpdate(self._library, list(spans))
-        self._check(
-            self._library.patrickstar_start(
-                packed, len(spans), *_doubles(scales), *self._execution(), ctypes.byref(running.handle)
-            )
-        )
+        call = self._call([self._packed(span) for span in spans], scales)
+        self._check(self._library.patrickstar_start(*call, ctypes.byref(running.handle)))
         return running
 
     def update(self, spans: Sequence[Span], scales: Sequence[float]) -> None:
-        self.start(spans, scales).finish()
+        """Update spans; the calling thread takes part."""
+        self._check(self._library.patrickstar_update(*self._call([self._packed(span) for span in spans], scales)))
 
     def grad_stats(self, gradients: Sequence[Gradient], scales: Sequence[float]) -> GradStats:
-        packed, sums, not_finite = self._pack(gradients), (ctypes.c_double * len(gradients))(), ctypes.c_int64()
-        self._check(
-            self._library.patrickstar_grad_stats(
-                packed, len(packed), *_doubles(scales), *self._execution(), sums, ctypes.byref(not_finite)
-            )
-        )
+        lists = 2 * _NO_LISTS
+        packed = [
+            _SPAN.pack(0, *_gradient(grad), *lists, 0, 0, grad.numel, 0, DTYPES[grad.latest.dtype], *_NO_RULE)
+            for grad in gradients
+        ]
+        sums, not_finite = (ctypes.c_double * len(gradients))(), ctypes.c_int64()
+        call = self._call(packed, scales)
+        self._check(self._library.patrickstar_grad_stats(*call, sums, ctypes.byref(not_finite)))
         return GradStats(tuple(sums), not_finite.value)
 
     def read(self, words: torch.Tensor) -> None:
         """Read a flat tensor of 8-byte words without using them, to measure memory bandwidth in benchmarks."""
         self._library.patrickstar_read(words.data_ptr(), words.numel(), self._execution()[0])
 
-    @staticmethod
-    def _pack(gradients: Sequence[Gradient]) -> ctypes.Array[_Span]:
-        packed = (_Span * len(gradients))()
-        for target, grad in zip(packed, gradients, strict=True):
-            target.grad, target.grad_dtype = grad.latest.data_ptr(), DTYPES[grad.latest.dtype]
-            target.accumulated = None if grad.accumulated is None else grad.accumulated.data_ptr()
-            target.numel = grad.numel
-        return packed
+    def _packed(self, span: Span) -> bytes:
+        """Return the `Span` of cpp/spans.h for an update."""
+        rule, grad = span.rule, span.grad
+        last = self._last_rule  # another thread may replace it
+        if last is None or last[0] != rule:
+            last = self._last_rule = rule, _numbers(rule)
+        average = isinstance(rule, AveragedRule)
+        return _SPAN.pack(
+            span.param.data_ptr(),
+            *_gradient(grad),
+            *_lists((span.master, *span.states), average),
+            *(_NO_LISTS if span.out is None else _lists(span.out, average)),
+            0,
+            0,
+            grad.numel,
+            DTYPES[span.param.dtype],
+            DTYPES[grad.latest.dtype],
+            *last[1],
+        )
+
+    def _call(self, packed: Sequence[bytes], scales: Sequence[float]) -> tuple[object, ...]:
+        """Return the arguments that the library's calls on spans share."""
+        return b"".join(packed), len(packed), *_doubles(scales), *self._execution()
 
     def _execution(self) -> tuple[int, bytes | None]:
         """Return the number of threads and the variant as arguments of the library."""
-        threads = self._threads if self._threads is not None else torch.get_num_threads()
-        return threads, self._variant.encode() if self._variant is not None else None
+        return torch.get_num_threads() if self._threads is None else self._threads, self._variant_name
 
     def _check(self, status: int) -> None:
         if status == NO_VARIANT:
@@ -198,18 +184,35 @@ class CppBackend:
                 f"this machine supports the C++ kernel's variants {self.variants()}, not {self._variant!r}"
             )
         if status == NO_MEMORY:
-            raise MemoryError("the C++ kernel could not allocate host memory for its list of pages")
+            raise MemoryError("the C++ kernel could not allocate host memory for its list of pieces")
 
 
 def _doubles(values: Sequence[float]) -> tuple[ctypes.Array[ctypes.c_double], int]:
     return (ctypes.c_double * len(values))(*values), len(values)
 
 
-def _lists(tensors: Sequence[torch.Tensor], rule: Rule) -> list[int | None]:
-    """Return the addresses of the master and the states of a rule in the order of `List` in cpp/spans.h."""
-    addresses: list[int | None] = [tensor.data_ptr() for tensor in tensors]
-    average = addresses.pop() if isinstance(rule, AveragedRule) else None
-    return [*addresses, *[None] * (LISTS - 1 - len(addresses)), average]
+def _numbers(rule: Rule) -> tuple[float, ...]:
+    """Return the code, mode, scalars and weight of a rule as a span has them."""
+    assert rule.code is not None, f"{type(rule).__name__} is not in the C++ kernel"
+    scalars = rule.scalars(torch.float32)
+    padding = (0.0,) * (SCALARS - len(scalars))
+    return rule.code, rule.mode, *scalars, *padding, rule.weight if isinstance(rule, AveragedRule) else 0.0
+
+
+def _gradient(grad: Gradient) -> tuple[int, int]:
+    """Return the addresses of a gradient's parts."""
+    return grad.latest.data_ptr(), 0 if grad.accumulated is None else grad.accumulated.data_ptr()
+
+
+def _lists(tensors: Sequence[torch.Tensor], average: bool) -> tuple[int, ...]:
+    """Return the addresses of a master and its states in the order of `List` in cpp/spans.h.
+
+    Args:
+        average: The last one is a moving average.
+    """
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    last = addresses.pop() if average else 0
+    return *addresses, *_NO_LISTS[len(addresses) + 1 :], last
 
 
 @cache
@@ -227,13 +230,14 @@ def _library() -> ctypes.CDLL:
     except OSError as error:
         raise Unavailable(f"{paths[0]} can't be loaded: {error}") from error
     number, text, address, count = ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int64
-    call = [address, count, address, count, number, text]
+    call = [text, count, address, count, number, text]
     for name, result, arguments in (
         ("sources", text, []),
         ("span_bytes", count, []),
         ("variant", text, [number]),
         ("pool_size", number, []),
         ("start", count, [*call, address]),
+        ("update", count, call),
         ("finish", None, [address]),
         ("grad_stats", count, [*call, address, address]),
         ("read", ctypes.c_uint64, [address, count, number]),
@@ -242,7 +246,7 @@ def _library() -> ctypes.CDLL:
         function.restype, function.argtypes = result, arguments
     sources = next((folder / "cpp" for folder in folders if (folder / "cpp").is_dir()), None)
     differs = sources is not None and library.patrickstar_sources().decode() != _digest(sources)
-    if differs or library.patrickstar_span_bytes() != ctypes.sizeof(_Span):
+    if differs or library.patrickstar_span_bytes() != _SPAN.size:
         raise Unavailable(f"{paths[0]} was built from different sources: reinstall the package")
     return library
 

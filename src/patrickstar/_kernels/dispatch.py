@@ -107,12 +107,16 @@ class Kernels:
             copy.wait()
         return self.start(spans, scales)
 
+    def observed(self, spans: Sequence[Span]) -> AbstractContextManager[None]:
+        """Return the observer's context for an update of these spans."""
+        observer = self.observer  # another thread may replace it
+        return nullcontext() if observer is None else observer(spans)
+
     def update(self, spans: Sequence[Span], scales: Sequence[float]) -> None:
         """Update every span and wait for completion."""
-        observer = self.observer  # another thread may replace it
-        with nullcontext() if observer is None else observer(spans):
-            for running in self.start(spans, scales):
-                running.finish()
+        with self.observed(spans):
+            for backend, group in groupby(spans, self.for_update):
+                backend.update(list(group), scales)
 
     def grad_stats(self, gradients: Sequence[Gradient], scales: Sequence[float]) -> GradStats:
         groups = groupby(gradients, self.for_grad_stats)

@@ -47,7 +47,8 @@ class OptimizerStep:
         if manager.hardware.has_gpu:
             streamed = None
             if accelerator is not None:
-                streamed = StreamedUpdates(kernels, accelerator, manager.host_tier, buffer_bytes)
+                by_pages = all(rule.by_pages for rule in optimizer.default_rules())
+                streamed = StreamedUpdates(kernels, accelerator, manager.host_tier, buffer_bytes, by_pages)
             self.host_updates = HostUpdates(kernels, streamed)
         self.running = RunningUpdates()
         """Updates in progress, except those from disk."""

@@ -1,9 +1,11 @@
 """Updates on the host beside an accelerator, with copies in both directions in a pipeline (ZeRO-Offload §4.1)."""
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 
 import torch
 
@@ -17,17 +19,16 @@ from patrickstar._memory.transfer import Transfer
 from patrickstar._memory.worker_pool import WorkerPool
 from patrickstar._step.running_updates import UpdateGroup
 
-PIECE_NUMEL = 1 << 20
-"""Elements per copy: one page, whose update takes longer than the overhead of a copy."""
-BUFFERS = 3
-"""Page-locked buffers: one is filled, one is updated and one is copied back at any time."""
-
 # [Note: updates beside an accelerator]
-# One worker thread runs the updates whose masters are on the host, see [Note: running updates]. It copies
-# gradients to the host piece by piece, on a stream of its own and ordered after the gradients, waits for each copy,
-# runs the kernel, and copies the parameters back on another stream. So copies in both directions overlap with the
-# kernel and with the device's compute, and the training thread does not wait. `StreamedUpdate.finish` waits for the
-# thread, and orders later work of the device after the last copy.
+# Worker threads run the updates whose masters are on the host, see [Note: running updates]. They copy gradients to the
+# host piece by piece, on a stream of its own and ordered after the gradients, wait for each copy, run the kernel, and
+# copy the parameters back on another stream. So copies in both directions overlap with the kernel and with the device's
+# compute, and the training thread does not wait. `StreamedUpdate.finish` waits for the update, and orders later work of
+# the device after the last copy.
+#
+# The kernel is never without a piece. It has its next one before it ends one, so that a worker thread's work between
+# two pieces, and its wait for the interpreter, pass beside it. And of the two worker threads one has the kernel, while
+# the other has copied the first piece of the next update.
 #
 # The training thread may be far ahead of the device. An update whose gradients the device has yet to compute lets
 # others go first, whatever their order: the worker thread would wait for all of backward. It does not begin before, so
@@ -36,10 +37,35 @@ BUFFERS = 3
 # A buffer is filled again once its parameters have been copied to the device: the stream of the gradients waits for
 # that.
 
+PIECE_NUMEL = 1 << 20
+"""Elements per copy. A host with 200 GB/s updates them in 0.15 ms, which is more than a worker thread's own work for a
+piece, and than the latency of a copy; their buffers together fit the last-level cache of a desktop's processor."""
+THREADS = 2
+"""One has the kernel, and one the first pieces of the next update."""
+IN_KERNEL = 2
+"""Pieces that the kernel has: one that runs, and the next."""
+FIRST = 2
+"""Pieces of the next update that are copied before it has the kernel: as many as the kernel then takes."""
+BUFFERS = IN_KERNEL + 3 + FIRST
+"""Page-locked buffers. Beside those of the kernel and of the next update one is copied back, one is filled, and one has
+been, so that copies may take as long as the kernel, and some of them longer."""
+WHOLE_BUFFERS = 3
+"""The same, if they hold whole parameters, whose updates take far longer than their copies: one is updated, one is
+filled, and one is for the next update."""
+
+
+def buffer_count(by_pages: bool) -> int:
+    """Return the number of buffers; `by_pages`: parameters may be cut."""
+    return BUFFERS if by_pages else WHOLE_BUFFERS
+
 
 def buffer_bytes(numel: int, itemsize: int, by_pages: bool) -> int:
-    """Return the bytes of all buffers for parameters of at most `numel` elements; `by_pages`: they may be cut."""
-    return BUFFERS * itemsize * (min(numel, PIECE_NUMEL) if by_pages else numel)
+    """Return the bytes of all buffers for parameters of at most `numel` elements; `by_pages`: they may be cut.
+
+    No more than `WHOLE_BUFFERS` parameters: small ones are cut, too.
+    """
+    count = buffer_count(by_pages)
+    return count * itemsize * (min(PIECE_NUMEL, -(-WHOLE_BUFFERS * numel // count)) if by_pages else numel)
 
 
 def copies_of(chunks: Sequence[Chunk]) -> list[Transfer]:
@@ -111,25 +137,37 @@ class _Part:
     arrived: torch.Event | None
     """Event behind the copy of the gradient; None if the whole gradient is on the host."""
 
+    @property
+    def has_arrived(self) -> bool:
+        """True if the gradient is on the host."""
+        return self.arrived is None or self.arrived.query()
+
 
 class StreamedUpdates:
-    """Worker thread and buffers of updates on the host. See [Note: updates beside an accelerator].
+    """Worker threads and buffers of updates on the host. See [Note: updates beside an accelerator].
 
     Args:
         nbytes: Bytes of all buffers; see `buffer_bytes`.
+        by_pages: Parameters may be cut.
     """
 
-    def __init__(self, kernels: Kernels, accelerator: Accelerator, host_tier: HostTier, nbytes: int) -> None:
+    def __init__(
+        self, kernels: Kernels, accelerator: Accelerator, host_tier: HostTier, nbytes: int, by_pages: bool = True
+    ) -> None:
         self.kernels = kernels
         self.accelerator = accelerator
         self._host_tier = host_tier
-        self._nbytes = nbytes
+        self._buffers = buffer_count(by_pages)
+        self._first = FIRST if by_pages else 1
+        self._buffer_bytes = nbytes // self._buffers
         self._block = host_tier.allocate_block(nbytes, "buffers of the update on the host")
-        self._pool = WorkerPool(1, "update", begin=accelerator.enter_worker)
+        self._pool = WorkerPool(THREADS, "update", begin=accelerator.enter_worker)
         self._down, self._up = accelerator.new_stream(), accelerator.new_stream()
-        self._uploads: list[torch.Event | None] = [None] * BUFFERS
-        """For each buffer, an event behind the copy of its parameters to the device."""
-        self._next = 0
+        self._kernel_turn = threading.Lock()
+        self._free = deque(range(self._buffers))
+        """Numbers of the buffers without a piece; the one that was used last is the last."""
+        self._used: list[torch.Event | None] = [None] * self._buffers
+        """For each buffer, an event behind its last copy."""
 
     def submit(
         self,
@@ -169,42 +207,67 @@ class StreamedUpdates:
             return
         for copy in update.copies:
             copy.wait()
-        self.kernels.update([span for span in bound if _is_on_host(span)], update.scales)
         spans = _cut([span for span in bound if not _is_on_host(span)], self._buffer_numel)
-        parts: deque[_Part] = deque()
-        while True:
-            while len(parts) < BUFFERS and (span := next(spans, None)) is not None:
-                parts.append(self._download(span, update.ready))
-            if not parts:
-                return
-            part = parts.popleft()
-            if part.arrived is not None:
-                self.accelerator.wait(part.arrived)
-            self.kernels.update([part.span], update.scales)
-            if part.param is not None:
-                update.uploaded = self._upload(part.param, part, update.ready)
+        arriving: deque[_Part] = deque()
+        in_kernel: deque[tuple[_Part, UpdateGroup]] = deque()
+        try:
+            for span in islice(spans, self._first):
+                arriving.append(self._download(span, update.ready))
+            with self._kernel_turn:
+                self.kernels.update([span for span in bound if _is_on_host(span)], update.scales)
+                while arriving or in_kernel:
+                    for span in islice(spans, self._buffers - self._first - len(arriving) - len(in_kernel)):
+                        arriving.append(self._download(span, update.ready))
+                    if arriving and (not in_kernel or (len(in_kernel) < IN_KERNEL and arriving[0].has_arrived)):
+                        part = arriving[0]
+                        if part.arrived is not None:
+                            self.accelerator.wait(part.arrived)
+                        running = UpdateGroup(self.kernels.start([part.span], update.scales))
+                        in_kernel.append((arriving.popleft(), running))
+                        continue
+                    part, running = in_kernel[0]
+                    with self.kernels.observed([part.span]):
+                        running.finish()
+                    if part.param is not None:
+                        update.uploaded = self._upload(part.param, part, update.ready)
+                    in_kernel.popleft()
+                    self._free.append(part.number)
+        finally:  # after an error, too, no buffer is used again before its copy or its kernel has ended
+            for part, running in in_kernel:
+                running.cancel()
+                arriving.append(part)
+            for part in arriving:
+                self._used[part.number] = part.arrived or self._used[part.number]
+                self._free.append(part.number)
 
     def _buffer_numel(self, span: Span) -> int:
-        return self._nbytes // BUFFERS // span.param.itemsize if span.rule.by_pages else span.numel
+        return self._buffer_bytes // span.param.itemsize if span.rule.by_pages else span.numel
 
     def _download(self, span: Span, ready: torch.Event) -> _Part:
         """Start to copy a gradient into the next buffer."""
-        number, self._next = self._next, (self._next + 1) % BUFFERS
-        memory = self._host_tier.view(self._block, torch.uint8)[number * (self._nbytes // BUFFERS) :]
+        number = self._free.popleft()
+        try:
+            return self._download_into(number, span, ready)
+        except BaseException:
+            self._free.append(number)
+            raise
+
+    def _download_into(self, number: int, span: Span, ready: torch.Event) -> _Part:
+        memory = self._host_tier.view(self._block, torch.uint8)[number * self._buffer_bytes :]
         buffer = memory[: span.numel * span.param.itemsize].view(span.param.dtype)
-        uploaded, grad = self._uploads[number], span.grad
+        used, grad = self._used[number], span.grad
         if span.param.device == span.master.device:
             param, target = span.param, None
         else:
             param, target = buffer, span.param
         if grad.latest.device == span.master.device:
-            if uploaded is not None:
-                self.accelerator.wait(uploaded)
+            if used is not None:
+                self.accelerator.wait(used)
             return _Part(replace(span, param=param), target, number, None)
         with self.accelerator.use(self._down, after_current=False):
             self.accelerator.order(ready)
-            if uploaded is not None:
-                self.accelerator.order(uploaded)
+            if used is not None:
+                self.accelerator.order(used)
             buffer.copy_(grad.latest, non_blocking=True)
             arrived = self.accelerator.record()
         return _Part(replace(span, param=param, grad=replace(grad, latest=buffer)), target, number, arrived)
@@ -214,7 +277,7 @@ class StreamedUpdates:
         with self.accelerator.use(self._up, after_current=False):
             self.accelerator.order(ready)
             param.copy_(part.span.param, non_blocking=True)
-            uploaded = self._uploads[part.number] = self.accelerator.record()
+            uploaded = self._used[part.number] = self.accelerator.record()
         return uploaded
 
 

@@ -15,7 +15,7 @@ from patrickstar._memory.vm_pool import round_up
 from patrickstar._schedule.feasibility import check_budgets, working_set_bytes
 from patrickstar._schedule.placement import Budgets, ChunkTiers, disk_bytes, initial_placement
 from patrickstar._step.staging_pool import StagingSize
-from patrickstar._step.streamed_update import BUFFERS, buffer_bytes
+from patrickstar._step.streamed_update import buffer_bytes, buffer_count
 from patrickstar.config import Config, Delayed
 from patrickstar.errors import BudgetError
 
@@ -154,7 +154,7 @@ def _update_buffer_bytes(layout: Layout, by_pages: bool) -> int:
     trained = [name for chunk in layout.chunks if chunk.schema.trained for name in chunk.params]
     numel = max((layout.locations[name].numel for name in trained), default=0)
     itemsize = max((chunk.schema.lists[0].itemsize for chunk in layout.chunks), default=0)
-    return round_up(buffer_bytes(numel, itemsize, by_pages), BUFFERS * ALIGN_BYTES)
+    return round_up(buffer_bytes(numel, itemsize, by_pages), buffer_count(by_pages) * ALIGN_BYTES)
 
 
 def optimizer_room_bytes(layout: Layout, host_bytes: int, device_param_bytes: int, on_host: Collection[int]) -> int:

@@ -372,6 +372,8 @@ void reset_peak(int index) {
 
 size_t capacity() { return settings.capacity; }
 
+bool is_timed() { return settings.timed(); }
+
 void register_host(void* address, size_t nbytes) {
   std::lock_guard lock(mutex);
   auto* begin = static_cast<char*>(address);

@@ -43,6 +43,7 @@ using MarkerPtr = std::shared_ptr<Marker>;
 
 // Settings apply to later work; all queued work runs first.
 void configure(const Settings& settings);
+bool is_timed();
 
 // Memory of a device. Addresses are inaccessible to the host; kernels access them at `kernel_address`.
 void* allocate(int device, int64_t stream, size_t nbytes);

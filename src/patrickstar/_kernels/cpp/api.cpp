@@ -1,8 +1,9 @@
-// C functions called by `_kernels/cpp_backend.py`. They take addresses and counts. They allocate only the list of pages
+// C functions called by `_kernels/cpp_backend.py`. They take addresses and counts. They allocate only the list of pieces
 // and, for gradient statistics, 8 bytes per block; if that fails, they return NO_MEMORY.
 
 #include <algorithm>
 #include <cstring>
+#include <functional>
 #include <iterator>
 #include <memory>
 #include <new>
@@ -31,20 +32,20 @@ const Loops* const VARIANTS[] = {
     &loops_baseline,
 };
 
-// A page of one span. Pages are numbered consecutively over all spans of a call.
-struct Page {
+// A piece of one span. Pieces are numbered consecutively over all spans of a call.
+struct Piece {
     const Span* span;
     int64_t first;
     int64_t count;
     int64_t block;  // index of its first BLOCK within the span
 };
 
-std::vector<Page> split_into_pages(const std::vector<Span>& spans) {
-    std::vector<Page> pages;
+std::vector<Piece> split_into_pieces(const std::vector<Span>& spans) {
+    std::vector<Piece> pieces;
     for (const Span& span : spans)
-        for (int64_t first = 0; first < span.numel; first += PAGE)
-            pages.push_back({&span, first, std::min(PAGE, span.numel - first), first / BLOCK});
-    return pages;
+        for (int64_t first = 0; first < span.numel; first += PIECE)
+            pieces.push_back({&span, first, std::min(PIECE, span.numel - first), first / BLOCK});
+    return pieces;
 }
 
 int64_t block_count(int64_t numel) { return (numel + BLOCK - 1) / BLOCK; }
@@ -62,7 +63,7 @@ const Loops* loops_named(const char* name) {
 struct Running {
     std::vector<double> scales;
     std::vector<Span> spans;
-    std::vector<Page> pages;
+    std::vector<Piece> pieces;
     std::shared_ptr<Job> job;
 
     Running(const Span* first_span, int64_t count, const double* first_scale, int64_t scale_count)
@@ -71,9 +72,16 @@ struct Running {
             span.scales = scales.data();
             span.scale_count = scale_count;
         }
-        pages = split_into_pages(spans);
+        pieces = split_into_pieces(spans);
     }
 };
+
+std::function<void(int64_t)> updating(const Running& update, const Loops& loops) {
+    return [&update, &loops](int64_t number) {
+        const Piece& piece = update.pieces[number];
+        loops.update(*piece.span, piece.first, piece.count);
+    };
+}
 
 enum Status : int64_t { DONE = 0, NO_VARIANT = -1, NO_MEMORY = -2 };
 
@@ -102,11 +110,7 @@ EXPORT int64_t patrickstar_start(const Span* spans, int64_t count, const double*
     if (loops == nullptr) return NO_VARIANT;
     try {
         auto running = std::make_unique<Running>(spans, count, scales, scale_count);
-        const Running* const update = running.get();
-        running->job = start(std::ssize(running->pages), threads, [update, loops](int64_t number) {
-            const Page& page = update->pages[number];
-            loops->update(*page.span, page.first, page.count);
-        });
+        running->job = start(std::ssize(running->pieces), threads, updating(*running, *loops));
         *handle = running.release();
         return DONE;
     } catch (const std::bad_alloc&) {
@@ -116,8 +120,22 @@ EXPORT int64_t patrickstar_start(const Span* spans, int64_t count, const double*
 
 EXPORT void patrickstar_finish(void* handle) {
     auto* running = static_cast<Running*>(handle);
-    finish(*running->job);
+    finish(running->job);
     delete running;
+}
+
+// Updates `count` spans with the same scales.
+EXPORT int64_t patrickstar_update(const Span* spans, int64_t count, const double* scales, int64_t scale_count,
+                                  int threads, const char* variant) {
+    const Loops* loops = loops_named(variant);
+    if (loops == nullptr) return NO_VARIANT;
+    try {
+        const Running call(spans, count, scales, scale_count);
+        run(std::ssize(call.pieces), threads, updating(call, *loops));
+        return DONE;
+    } catch (const std::bad_alloc&) {
+        return NO_MEMORY;
+    }
 }
 
 // Stores the sum of squares of each span's scaled gradient in `sums`, and the number of non-finite elements in
@@ -130,12 +148,12 @@ EXPORT int64_t patrickstar_grad_stats(const Span* spans, int64_t count, const do
         const Running call(spans, count, scales, scale_count);
         std::vector<std::vector<double>> blocks;
         for (const Span& span : call.spans) blocks.emplace_back(block_count(span.numel));
-        std::vector<int64_t> counts(call.pages.size());
-        finish(*start(std::ssize(call.pages), threads, [&](int64_t number) {
-            const Page& page = call.pages[number];
-            double* target = blocks[page.span - call.spans.data()].data() + page.block;
-            counts[number] = loops->grad_stats(*page.span, page.first, page.count, target);
-        }));
+        std::vector<int64_t> counts(call.pieces.size());
+        run(std::ssize(call.pieces), threads, [&](int64_t number) {
+            const Piece& piece = call.pieces[number];
+            double* target = blocks[piece.span - call.spans.data()].data() + piece.block;
+            counts[number] = loops->grad_stats(*piece.span, piece.first, piece.count, target);
+        });
         const DefaultArithmetic guard;
         for (int64_t span = 0; span < count; span++)
             sums[span] = loops->fold(blocks[span].data(), std::ssize(blocks[span]));
@@ -149,11 +167,12 @@ EXPORT int64_t patrickstar_grad_stats(const Span* spans, int64_t count, const do
 // Reads `count` words to measure memory bandwidth. Returns their exclusive or, which keeps the reads from being
 // optimized away.
 EXPORT uint64_t patrickstar_read(const uint64_t* words, int64_t count, int threads) {
-    const int64_t pages = (count + PAGE - 1) / PAGE;
-    std::vector<uint64_t> results(pages);
-    finish(*start(pages, threads, [&](int64_t page) {
-        results[page] = loops_named(nullptr)->read(words + page * PAGE, std::min(PAGE, count - page * PAGE));
-    }));
+    const Loops* const loops = loops_named(nullptr);
+    const int64_t pieces = (count + PIECE - 1) / PIECE;
+    std::vector<uint64_t> results(pieces);
+    run(pieces, threads, [&](int64_t piece) {
+        results[piece] = loops->read(words + piece * PIECE, std::min(PIECE, count - piece * PIECE));
+    });
     uint64_t combined = 0;
     for (const uint64_t word : results) combined ^= word;
     return combined;

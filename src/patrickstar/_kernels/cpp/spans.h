@@ -35,8 +35,10 @@ constexpr int LANES = 32;
 constexpr int ROWS = 128;
 constexpr int64_t BLOCK = int64_t{LANES} * ROWS;
 
-// Unit of work of a thread, in elements. A multiple of BLOCK.
-constexpr int64_t PAGE = int64_t{1} << 20;
+// Unit of work of a thread, in elements: a multiple of BLOCK whose lists, with new values in other memory 26 bytes per
+// element, fit a second-level cache of 512 KiB. A call is divided down to it, since a thread that has nothing to do
+// costs more than a piece.
+constexpr int64_t PIECE = int64_t{1} << 14;
 
 // The loops of one instruction set. All variants give the same bits.
 struct Loops {

@@ -1,0 +1,198 @@
+"""Compare short updates on the host, and updates beside a simulated accelerator, with the kernel on long spans.
+
+python benchmarks/short_updates.py [--threads 2] [--rounds 5] [--variant avx2]
+The first table updates the same tensors of 2^26 elements in calls of different lengths. The second updates parameters
+on the strict device of the tests in timed mode, whose links copy as many elements per second as the kernel updates: a
+step takes as long as its updates if copies in both directions, the kernel and the worker threads' own work overlap.
+The simulated links are threads that copy memory, and a real one's are not: the kernel leaves them a core. What they cost
+the kernel nevertheless is measured, too: the kernel on long spans, while two threads copy as many bytes at that rate.
+"""
+
+import argparse
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import torch
+from report import publish
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+
+import strict_device
+
+import patrickstar as ps
+from patrickstar._kernels.cpp_backend import CppBackend
+from patrickstar._kernels.dispatch import Kernels
+from patrickstar._kernels.update_rule import Gradient, Span
+from patrickstar._layout.byte_size import format_size
+from patrickstar._memory.chunk_manager import ChunkManager
+from patrickstar._step.streamed_update import PIECE_NUMEL, StreamedUpdates, buffer_bytes
+
+DEVICE = torch.device("strict", 0)
+NUMEL = 1 << 26
+LENGTHS = (26, 22, 20, 19, 18, 16)
+CHUNKS = {24: 4, 22: 16}
+"""Number of parameters by the logarithm of their elements."""
+PARAM_BYTES = 2
+UPDATE_BYTES = 28
+"""Bytes that an update of an element reads and writes."""
+
+
+class Work:
+    """Parameters, gradients and states of an update."""
+
+    def __init__(self, numel: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.param = torch.randn(numel, generator=generator).bfloat16()
+        self.lists = torch.randn(numel, generator=generator), torch.zeros(numel), torch.zeros(numel)
+        optimizer = ps.AdamW(lr=1e-4)
+        self.rule = optimizer.rule(optimizer.defaults(), 1, {})
+
+    def spans(self, length: int, param: torch.Tensor | None = None) -> list[Span]:
+        """Return spans of `length` elements; `param`: where the parameters are, if elsewhere."""
+        return [
+            Span(part, Gradient(part), lists[0], lists[1:], self.rule)
+            for part, *parts in zip(
+                (self.param if param is None else param).split(length),
+                *(each.split(length) for each in self.lists),
+                strict=True,
+            )
+            for lists in [tuple(parts)]
+        ]
+
+
+def seconds_of(action: Callable[[], object]) -> float:
+    start_s = time.perf_counter()
+    action()
+    return time.perf_counter() - start_s
+
+
+def update_each(kernels: Kernels, spans: list[Span]) -> None:
+    for span in spans:
+        kernels.update([span], ())
+
+
+def short_spans(kernels: Kernels, work: Work, rounds: int) -> list[list[str]]:
+    """Return a row for each length of a call: its rate, and its ratio to the longest of the same round."""
+    spans = {length: work.spans(1 << length) for length in LENGTHS}
+    taken: dict[int, list[float]] = {length: [] for length in LENGTHS}
+    update_each(kernels, spans[LENGTHS[0]])
+    for _ in range(rounds):
+        for length in LENGTHS:
+            taken[length].append(seconds_of(lambda length=length: update_each(kernels, spans[length])))
+    rows = []
+    for length in LENGTHS:
+        ratio = median(long_s / s for long_s, s in zip(taken[LENGTHS[0]], taken[length], strict=True))
+        seconds = median(taken[length])
+        rows.append(
+            [f"2^{length}", f"{NUMEL / seconds / 1e9:.2f}", f"{28 * NUMEL / seconds / 1e9:.1f}", f"{ratio:.2f}"]
+        )
+    return rows
+
+
+def beside_copies(kernels: Kernels, spans: list[Span], rate: float) -> float:
+    """Return the seconds of the kernel while two threads copy gradients to buffers and parameters back."""
+    start = threading.Barrier(3)
+    source = torch.cat([span.param for span in spans])
+    target, buffer = torch.empty_like(source), torch.zeros(PIECE_NUMEL, dtype=source.dtype)
+
+    def copy(up: bool) -> None:
+        start.wait()
+        end_s = time.perf_counter()
+        for piece in (target if up else source).split(PIECE_NUMEL):
+            here = buffer[: piece.numel()]
+            piece.copy_(here) if up else here.copy_(piece)
+            end_s += piece.nbytes / rate
+            time.sleep(max(0.0, end_s - time.perf_counter()))
+
+    threads = [threading.Thread(target=copy, args=(up,)) for up in (False, True)]
+    for thread in threads:
+        thread.start()
+    start.wait()
+    seconds = seconds_of(lambda: kernels.update(spans, ()))
+    for thread in threads:
+        thread.join()
+    return seconds
+
+
+def streamed(kernels: Kernels, work: Work, length: int, rounds: int) -> list[str]:
+    """Return a row: the rate of updates of parameters of 2^length elements beside the simulated accelerator."""
+    count, numel = CHUNKS[length], CHUNKS[length] << length
+    on_host = work.spans(1 << length)[:count]
+    kernels.update(on_host, ())
+    long_s = median(seconds_of(lambda: kernels.update(on_host, ())) for _ in range(3))
+    rate = PARAM_BYTES * numel / long_s
+    strict_device.configure(timed=strict_device.Rates(up=rate, down=rate))
+    nbytes = buffer_bytes(1 << length, PARAM_BYTES, by_pages=True)
+    manager = ChunkManager(DEVICE, 1 << 20, 2 * nbytes, poison=False)
+    accelerator = manager.hardware.accelerator
+    assert accelerator is not None
+    updates = StreamedUpdates(kernels, accelerator, manager.host_tier, nbytes)
+    spans = work.spans(1 << length, work.param.to(DEVICE))[:count]
+
+    def step() -> None:
+        for update in [updates.submit([span], (), ()) for span in spans]:
+            update.finish()
+        accelerator.synchronize()
+
+    step()
+    taken = []
+    for _ in range(rounds):
+        alone_s, copying_s = seconds_of(lambda: kernels.update(on_host, ())), beside_copies(kernels, on_host, rate)
+        taken.append((alone_s, copying_s, seconds_of(step)))
+    updates.close()
+    manager.close()
+    strict_device.configure()
+    return [
+        f"{count} x 2^{length}",
+        f"{format_size(int(rate))}/s",
+        *(f"{numel / median(each[number] for each in taken) / 1e9:.2f}" for number in range(3)),
+        f"{median(alone_s / streamed_s for alone_s, _, streamed_s in taken):.2f}",
+        f"{median(copying_s / streamed_s for _, copying_s, streamed_s in taken):.2f}",
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--threads", type=int, default=2, help="threads of the kernel")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--variant", help="instruction set of the kernel: avx512, avx2 or baseline")
+    options = parser.parse_args()
+    backend = CppBackend.find(options.variant, options.threads)
+    assert backend is not None, "this installation has no C++ kernel; see `patrickstar doctor`"
+    kernels, work = Kernels(backend), Work(NUMEL)
+    threads = max(1, options.threads - 1)
+    beside_links = Kernels(CppBackend.find(options.variant, threads))
+    name = "" if options.variant is None else f"_{options.variant}"
+    publish(
+        f"short_updates{name}",
+        "cpu",
+        f"AdamW updates by {backend.name} on {options.threads} threads, bf16 parameters; medians of {options.rounds} "
+        f"rounds, ratios within a round. Limits: 0.9 at 2^19 elements, 0.7 at 2^16.",
+        ["elements per call", "10^9 elements/s", "GB/s", "of the rate at 2^26"],
+        short_spans(kernels, work, options.rounds),
+    )
+    publish(
+        f"streamed_updates{name}",
+        "cpu",
+        f"Updates beside a simulated accelerator by {backend.name} on {threads} threads; medians of "
+        f"{options.rounds} rounds, ratios within a round. Its links copy as fast as the kernel updates; they are two "
+        f"threads that copy memory, for which the kernel leaves a core. Limit: 0.9.",
+        [
+            "parameters",
+            "each link",
+            "kernel, 10^9 elements/s",
+            "kernel beside copies",
+            "streamed",
+            "streamed / kernel",
+            "streamed / kernel beside copies",
+        ],
+        [streamed(beside_links, work, length, options.rounds) for length in CHUNKS],
+    )
+
+
+if __name__ == "__main__":
+    main()
