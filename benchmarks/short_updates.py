@@ -4,7 +4,7 @@ python benchmarks/short_updates.py [--threads 2] [--rounds 5] [--variant avx2]
 The first table updates the same tensors of 2^26 elements in calls of different lengths. The second updates parameters
 on the strict device of the tests in timed mode, whose links copy as many elements per second as the kernel updates: a
 step takes as long as its updates if copies in both directions, the kernel and the worker threads' own work overlap.
-The simulated links are threads that copy memory, and a real one's are not: the kernel leaves them a core. What they cost
+The simulated links are threads that copy memory, for which the kernel leaves a core. What they cost
 the kernel nevertheless is measured, too: the kernel on long spans, while two threads copy as many bytes at that rate.
 """
 
