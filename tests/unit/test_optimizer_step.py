@@ -1,6 +1,9 @@
 """Test the update on the host of a device parameter: gradients are copied down, parameters up, in pieces."""
 
+import threading
+import time
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +15,7 @@ from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.update_rule import Gradient, Span
 from patrickstar._memory.host_arena import HostArena
 from patrickstar._memory.host_tier import HostTier
-from patrickstar._step.streamed_update import PIECE_NUMEL, StreamedUpdates, buffer_bytes
+from patrickstar._step.streamed_update import BUFFERS, IN_KERNEL, PIECE_NUMEL, StreamedUpdates, buffer_bytes
 from patrickstar.testing import assert_same_bits
 
 RULE = AdamRule(1e-2, 0.9, 0.999, 1e-8, 0.1, decoupled=True, step=2)
@@ -76,3 +79,60 @@ def test_an_update_in_pieces_has_the_bits_of_an_update_in_place(numel, earlier, 
     for what in ("param", "master"):
         assert_same_bits([getattr(expected, what)], [getattr(found, what)], what)
     assert_same_bits(list(expected.states), list(found.states), "states")
+
+
+class NotedKernels(Kernels):
+    """Kernels that note the begin and end of each update."""
+
+    def __init__(self) -> None:
+        super().__init__(CppBackend.find())
+        self.notes: list[str] = []
+        self.gate = threading.Event()
+
+    def start(self, spans, scales):
+        self.notes.append("start")
+        running = super().start(spans, scales)
+        return [SimpleNamespace(finish=partial(self._finish, running), cancel=lambda: None)]
+
+    def _finish(self, running):
+        assert self.gate.wait(20)
+        for each in running:
+            each.finish()
+        self.notes.append("finish")
+
+
+class NotedCopies(StreamedUpdates):
+    """Updates that note the begin of each copy to the host."""
+
+    def _download(self, span, ready):
+        self.kernels.notes.append("copy")
+        return super()._download(span, ready)
+
+
+def test_the_kernel_has_its_next_piece_before_it_ends_one(monkeypatch):
+    """And the first pieces of the next update are copied while it updates the last ones."""
+    monkeypatch.setattr("patrickstar._step.streamed_update.PIECE_NUMEL", 64)
+    kernels, pieces = NotedKernels(), 9
+    spans = []
+    for _ in range(2):
+        own = span(64 * pieces, False)
+        above = own.param.as_subclass(Elsewhere)
+        spans.append(Span(above, Gradient(above, None), own.master, own.states, RULE))
+    nbytes = buffer_bytes(64 * pieces, 2, by_pages=True)
+    streamed = NotedCopies(kernels, ImmediateAccelerator(), HostTier(1 << 20, 1 << 20, HostArena, poison=True), nbytes)
+    updates = [streamed.submit([each], (), []) for each in spans]
+    until = time.monotonic() + 20
+    while (begun := list(kernels.notes)).count("copy") < BUFFERS or begun.count("start") < IN_KERNEL:
+        assert time.monotonic() < until, begun
+        time.sleep(0.001)
+    kernels.gate.set()
+    for update in updates:
+        update.finish()
+    streamed.close()
+    assert "finish" not in begun
+    for number, note in enumerate(kernels.notes):
+        if note == "finish":
+            before = kernels.notes[:number]
+            left = (pieces - before.count("finish") - 1) % pieces
+            assert before.count("start") - before.count("finish") == min(IN_KERNEL, left + 1), (number, kernels.notes)
+    assert kernels.notes.count("finish") == 2 * pieces

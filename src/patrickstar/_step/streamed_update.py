@@ -215,23 +215,25 @@ class StreamedUpdates:
                 arriving.append(self._download(span, update.ready))
             with self._kernel_turn:
                 self.kernels.update([span for span in bound if _is_on_host(span)], update.scales)
+                following = next(spans, None)
                 while arriving or in_kernel:
-                    for span in islice(spans, self._buffers - self._first - len(arriving) - len(in_kernel)):
-                        arriving.append(self._download(span, update.ready))
-                    if arriving and (not in_kernel or (len(in_kernel) < IN_KERNEL and arriving[0].has_arrived)):
+                    if arriving and len(in_kernel) < IN_KERNEL and (not in_kernel or arriving[0].has_arrived):
                         part = arriving[0]
                         if part.arrived is not None:
                             self.accelerator.wait(part.arrived)
                         running = UpdateGroup(self.kernels.start([part.span], update.scales))
                         in_kernel.append((arriving.popleft(), running))
-                        continue
-                    part, running = in_kernel[0]
-                    with self.kernels.observed([part.span]):
-                        running.finish()
-                    if part.param is not None:
-                        update.uploaded = self._upload(part.param, part, update.ready)
-                    in_kernel.popleft()
-                    self._free.append(part.number)
+                    elif following is not None and len(arriving) + len(in_kernel) < self._buffers - self._first:
+                        arriving.append(self._download(following, update.ready))
+                        following = next(spans, None)
+                    else:
+                        part, running = in_kernel[0]
+                        with self.kernels.observed([part.span]):
+                            running.finish()
+                        if part.param is not None:
+                            update.uploaded = self._upload(part.param, part, update.ready)
+                        in_kernel.popleft()
+                        self._free.append(part.number)
         finally:  # after an error, too, no buffer is used again before its copy or its kernel has ended
             for part, running in in_kernel:
                 running.cancel()
