@@ -50,8 +50,8 @@ BUFFERS = IN_KERNEL + 3 + FIRST
 """Page-locked buffers. Beside those of the kernel and of the next update one is copied back, one is filled, and one has
 been, so that copies may take as long as the kernel, and some of them longer."""
 WHOLE_BUFFERS = 3
-"""The same, if they hold whole parameters, whose updates take far longer than their copies: one is updated, one is
-filled, and one is for the next update."""
+"""The same, if they hold whole parameters: one is updated, one is copied back, and one is filled. Such updates take far
+longer than their copies, so that one thread runs them; only one then needs workspaces for products of matrices."""
 
 
 def buffer_count(by_pages: bool) -> int:
@@ -157,16 +157,17 @@ class StreamedUpdates:
         self.kernels = kernels
         self.accelerator = accelerator
         self._host_tier = host_tier
-        self._buffers = buffer_count(by_pages)
-        self._first = FIRST if by_pages else 1
-        self._buffer_bytes = nbytes // self._buffers
+        buffers = buffer_count(by_pages)
+        self._ahead = buffers - FIRST if by_pages else buffers
+        """Buffers for the update that has the kernel."""
+        self._buffer_bytes = nbytes // buffers
         self._block = host_tier.allocate_block(nbytes, "buffers of the update on the host")
-        self._pool = WorkerPool(THREADS, "update", begin=accelerator.enter_worker)
+        self._pool = WorkerPool(THREADS if by_pages else 1, "update", begin=accelerator.enter_worker)
         self._down, self._up = accelerator.new_stream(), accelerator.new_stream()
         self._kernel_turn = threading.Lock()
-        self._free = deque(range(self._buffers))
+        self._free = deque(range(buffers))
         """Numbers of the buffers without a piece; the one that was used last is the last."""
-        self._used: list[torch.Event | None] = [None] * self._buffers
+        self._used: list[torch.Event | None] = [None] * buffers
         """For each buffer, an event behind its last copy."""
 
     def submit(
@@ -211,7 +212,7 @@ class StreamedUpdates:
         arriving: deque[_Part] = deque()
         in_kernel: deque[tuple[_Part, UpdateGroup]] = deque()
         try:
-            for span in islice(spans, self._first):
+            for span in islice(spans, FIRST):
                 arriving.append(self._download(span, update.ready))
             with self._kernel_turn:
                 self.kernels.update([span for span in bound if _is_on_host(span)], update.scales)
@@ -223,7 +224,7 @@ class StreamedUpdates:
                             self.accelerator.wait(part.arrived)
                         running = UpdateGroup(self.kernels.start([part.span], update.scales))
                         in_kernel.append((arriving.popleft(), running))
-                    elif following is not None and len(arriving) + len(in_kernel) < self._buffers - self._first:
+                    elif following is not None and len(arriving) + len(in_kernel) < self._ahead:
                         arriving.append(self._download(following, update.ready))
                         following = next(spans, None)
                     else:
