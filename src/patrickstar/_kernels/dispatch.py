@@ -69,6 +69,10 @@ class Kernels:
                 return backend
         return self.eager
 
+    def is_concurrent(self, span: Span) -> bool:
+        """Return whether `start` returns while an update of this span runs."""
+        return isinstance(self.for_update(span), CppBackend)
+
     def for_grad_stats(self, grad: Gradient) -> Backend:
         for backend in (self.cpp, self.triton):
             if backend is not None and backend.supports_gradient(grad):
@@ -91,7 +95,7 @@ class Kernels:
         running: list[Running] = []
         try:
             for backend, group in groupby(spans, self.for_update):
-                if isinstance(backend, CppBackend):
+                if isinstance(backend, CppBackend):  # see `is_concurrent`
                     running.append(backend.start(list(group), scales))
                 else:
                     backend.update(list(group), scales)

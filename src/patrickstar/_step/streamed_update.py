@@ -3,6 +3,7 @@
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -214,23 +215,27 @@ class StreamedUpdates:
         try:
             for span in islice(spans, FIRST):
                 arriving.append(self._download(span, update.ready))
-            with self._kernel_turn:
+            with self._kernel_turn, ExitStack() as record:
                 self.kernels.update([span for span in bound if _is_on_host(span)], update.scales)
                 following = next(spans, None)
                 while arriving or in_kernel:
-                    if arriving and len(in_kernel) < IN_KERNEL and (not in_kernel or arriving[0].has_arrived):
+                    if arriving and (not in_kernel or self._takes_next(arriving[0], len(in_kernel))):
                         part = arriving[0]
                         if part.arrived is not None:
                             self.accelerator.wait(part.arrived)
-                        running = UpdateGroup(self.kernels.start([part.span], update.scales))
-                        in_kernel.append((arriving.popleft(), running))
+                        if not in_kernel:
+                            record.enter_context(self.kernels.observed([part.span]))
+                        in_kernel.append((part, UpdateGroup(self.kernels.start([part.span], update.scales))))
+                        arriving.popleft()
                     elif following is not None and len(arriving) + len(in_kernel) < self._ahead:
                         arriving.append(self._download(following, update.ready))
                         following = next(spans, None)
                     else:
                         part, running = in_kernel[0]
-                        with self.kernels.observed([part.span]):
-                            running.finish()
+                        running.finish()
+                        record.close()
+                        if len(in_kernel) > 1:  # it runs from now on
+                            record.enter_context(self.kernels.observed([in_kernel[1][0].span]))
                         if part.param is not None:
                             update.uploaded = self._upload(part.param, part, update.ready)
                         in_kernel.popleft()
@@ -242,6 +247,10 @@ class StreamedUpdates:
             for part in arriving:
                 self._used[part.number] = part.arrived or self._used[part.number]
                 self._free.append(part.number)
+
+    def _takes_next(self, part: _Part, in_kernel: int) -> bool:
+        """Return whether the kernel takes a piece without a wait, beside those that it has."""
+        return in_kernel < IN_KERNEL and part.has_arrived and self.kernels.is_concurrent(part.span)
 
     def _buffer_numel(self, span: Span) -> int:
         return self._buffer_bytes // span.param.itemsize if span.rule.by_pages else span.numel
