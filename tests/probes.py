@@ -16,6 +16,7 @@ from patrickstar._engine.engine import Engine
 from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.chunk_manager import ChunkManager
 from patrickstar._memory.job_queue import Job, WorkerTransfer
+from patrickstar._memory.ram import Ram, RamLimit
 from patrickstar._memory.tracer import Tracer
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
@@ -155,3 +156,9 @@ def equal_device_bytes() -> Iterator[None]:
 
     with mock.patch.object(Tracer, "_agreed", checked):
         yield
+
+
+def set_ram(monkeypatch: Any, available_bytes: int, total_bytes: int | None = None) -> None:
+    """Let the machine have so much memory, of which other programs have left a part; by default all."""
+    limit = RamLimit(available_bytes if total_bytes is None else total_bytes, available_bytes)
+    monkeypatch.setattr("patrickstar._memory.hardware.measure_ram", lambda: Ram((limit,)))

@@ -95,10 +95,11 @@ class Config(Options):
     any)."""
     device_memory: int | str | None = None
     """Device budget of each process, in bytes or as "2GiB". Default None: most of the GPU's free memory; on a CPU the
-    available RAM that `host_memory` leaves, or half of it."""
+    RAM that `host_memory` leaves, or half of it, less the reserve below."""
     host_memory: int | str | None = None
-    """Host budget, in bytes or as "12GiB"; divided evenly among the processes of a machine. Default None: the
-    available RAM; on a CPU the part that `device_memory` leaves, or half of it."""
+    """Host budget, in bytes or as "12GiB"; divided evenly among the processes of a machine. Default None: the available
+    RAM, on a CPU the part that `device_memory` leaves, or half of it; in any case less a reserve for libraries, page
+    cache and other programs: a tenth of all RAM, or half of what is available, if that is less."""
     disk: Disk | None = None
     """Disk tier for chunks that memory can't hold: a `Disk`, or its directory. Default None: no disk."""
     chunk_size: int | str = "auto"

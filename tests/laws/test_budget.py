@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from probes import set_ram
 from sampling import draws
 from toys import Shape, batches, inputs, layers, train
 
@@ -155,4 +156,4 @@ def test_budgets_beyond_the_memory_of_the_machine_are_warned_of(ram):
 @pytest.fixture
 def ram(monkeypatch):
     """A machine with 1 GiB of memory available."""
-    monkeypatch.setattr("patrickstar._memory.hardware.available_bytes", lambda: 1 << 30)
+    set_ram(monkeypatch, 1 << 30)

@@ -8,14 +8,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fake_cuda import MIB, OUT_OF_MEMORY, FakeCuda, install
+from resident_pages import resident_bytes_at
 
 from patrickstar._cli import doctor
+from patrickstar._memory import cuda_accelerator
 from patrickstar._memory.accelerator import default_budget
 from patrickstar._memory.cuda_accelerator import PORTABLE, CudaAccelerator, allocator_settings
 from patrickstar._memory.hardware import Hardware
 from patrickstar._memory.host_arena import HostArena
 from patrickstar._memory.memory_meter import DeviceMeter
 from patrickstar._memory.transfer_counters import TransferCounters
+from patrickstar._memory.vm_pool import fault_in
 from patrickstar._memory.worker_pool import WorkerPool
 from patrickstar._step.stats import Stats
 
@@ -148,6 +151,30 @@ def test_refused_page_lock_warns_and_leaves_nothing_locked(fake_cuda: FakeCuda, 
     assert arena.allocate(10 * PAGE) is not None
     arena.close()
     assert not fake_cuda.registered
+
+
+def test_memory_is_faulted_in_before_it_is_registered(fake_cuda: FakeCuda, small_registrations, monkeypatch):
+    monkeypatch.setattr(cuda_accelerator, "fault_in", lambda *memory: fake_cuda.calls.append(("fault in", *memory)))
+    arena = HostArena(5 * PAGE, CudaAccelerator(SECOND))
+    base = arena.memory.data_ptr()
+    assert [call[0] for call in fake_cuda.calls] == ["fault in", "register", "register"]
+    assert fake_cuda.calls[0] == ("fault in", base, 5 * PAGE)
+    arena.close()
+
+
+def test_memory_that_could_not_be_locked_is_given_back(fake_cuda: FakeCuda, monkeypatch):
+    fake_cuda.lockable_bytes = 0
+    monkeypatch.setattr(torch, "ones", fake_cuda.launch)
+    faulted_in = []
+
+    def watched(address: int, nbytes: int) -> None:
+        fault_in(address, nbytes)
+        faulted_in.append(resident_bytes_at(address, nbytes))
+
+    monkeypatch.setattr(cuda_accelerator, "fault_in", watched)
+    with pytest.warns(UserWarning, match="can't page-lock"):
+        arena = HostArena(10 * PAGE + 1, CudaAccelerator(SECOND))
+    assert faulted_in == [11 * PAGE] and resident_bytes_at(arena.memory.data_ptr(), arena.nbytes) == 0
 
 
 def test_collected_arena_is_unlocked_before_its_memory_is_freed(fake_cuda: FakeCuda):

@@ -2,15 +2,12 @@
 
 import gc
 import os
-from pathlib import Path
-from types import SimpleNamespace
 
-import psutil
 import pytest
 import torch
 
 from patrickstar._memory import memory_meter as meter
-from patrickstar._memory.memory_meter import AllocatorMeter, ResidentMeter, SampledMeter, available_bytes, host_meter
+from patrickstar._memory.memory_meter import AllocatorMeter, ResidentMeter, SampledMeter, host_meter
 
 MIB = 1024**2
 SIZE = 256 * MIB
@@ -129,25 +126,3 @@ def test_every_meter_describes_its_source():
     sources = {kind.source for kind in (meter.DeviceMeter, AllocatorMeter, ResidentMeter, SampledMeter)}
     assert len(sources) == 4
     assert all(sources)
-
-
-def test_available_bytes_are_available():
-    assert 0 < available_bytes() <= psutil.virtual_memory().total
-
-
-@pytest.mark.parametrize(
-    ("limits", "nbytes"),
-    [
-        ({}, 1000),
-        ({"memory.max": "max\n"}, 1000),
-        ({"memory.max": "700\n"}, 700),
-        ({"memory.max": "5000\n"}, 1000),
-        ({"memory.limit_in_bytes": "600\n"}, 600),
-    ],
-)
-def test_container_limit_applies(monkeypatch, tmp_path, limits, nbytes):
-    for name, text in limits.items():
-        (tmp_path / name).write_text(text)
-    monkeypatch.setattr(meter, "Path", lambda path: tmp_path / Path(path).name)
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
-    assert available_bytes() == nbytes

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from probes import set_ram
 
 from patrickstar._dry_run.op_benchmark import OpBenchmark
 from patrickstar._dry_run.op_tracer import OpCost
@@ -41,9 +42,9 @@ def test_each_set_of_shapes_runs_once(bench, monkeypatch):
 
 def test_an_operator_larger_than_memory_is_estimated(bench, monkeypatch):
     values = torch.zeros(1 << 10)
-    monkeypatch.setattr("patrickstar._memory.hardware.available_bytes", lambda: 2 * values.nbytes - 1)
+    set_ram(monkeypatch, 2 * values.nbytes - 1)
     assert cost(bench, torch.ops.aten.exp.default, values) is FALLBACK
     assert bench.estimated == {"aten.exp.default"}
-    monkeypatch.setattr("patrickstar._memory.hardware.available_bytes", lambda: 2 * values.nbytes)
+    set_ram(monkeypatch, 2 * values.nbytes)
     assert cost(bench, torch.ops.aten.exp.default, torch.zeros(1 << 10, dtype=torch.float32)) is FALLBACK, "known"
     assert cost(bench, torch.ops.aten.log.default, values) is not FALLBACK

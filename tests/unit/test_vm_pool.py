@@ -14,14 +14,24 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from resident_pages import resident_bytes_at
 from sampling import draws
 
-from patrickstar._memory.vm_pool import HUGE_PAGE, SYSTEM_PAGE, PagePool, VMRange, can_move_pages, round_up
+from patrickstar._memory.vm_pool import (
+    HUGE_PAGE,
+    SYSTEM_PAGE,
+    PagePool,
+    VMRange,
+    can_move_pages,
+    fault_in,
+    private_memory,
+    round_up,
+)
 from patrickstar.errors import BudgetError
 
 pytestmark = pytest.mark.skipif(not can_move_pages(), reason="this system cannot move pages")
 
-PAGEMAP, MAPS = Path("/proc/self/pagemap"), Path("/proc/self/maps")
+MAPS = Path("/proc/self/maps")
 
 
 def tensor_over(memory: VMRange) -> torch.Tensor:
@@ -31,13 +41,7 @@ def tensor_over(memory: VMRange) -> torch.Tensor:
 
 def resident_bytes(memory: VMRange) -> int:
     """Return the bytes of pages that the system has for a range, including swapped ones."""
-    if not PAGEMAP.exists():
-        pytest.skip("this system does not report resident pages")
-    with PAGEMAP.open("rb", buffering=0) as file:
-        file.seek(memory.address // SYSTEM_PAGE * 8)
-        entries = file.read(memory.nbytes // SYSTEM_PAGE * 8)
-    pages = sum(int.from_bytes(entries[at : at + 8], "little") >> 62 != 0 for at in range(0, len(entries), 8))
-    return pages * SYSTEM_PAGE
+    return resident_bytes_at(memory.address, memory.nbytes)
 
 
 def permissions(address: int, nbytes: int) -> set[str]:
@@ -372,3 +376,13 @@ class Operations(RuleBasedStateMachine):
 
 TestOperations = Operations.TestCase
 TestOperations.settings = settings(derandomize=True, deadline=None, max_examples=draws(60), stateful_step_count=40)
+
+
+def test_pages_are_faulted_in_and_keep_their_content():
+    nbytes = 9 * SYSTEM_PAGE + 1
+    memory = torch.frombuffer(private_memory(nbytes), dtype=torch.uint8)
+    memory[3 * SYSTEM_PAGE : 3 * SYSTEM_PAGE + 2] = 7
+    assert resident_bytes_at(memory.data_ptr(), nbytes) == SYSTEM_PAGE
+    fault_in(memory.data_ptr(), nbytes)
+    assert resident_bytes_at(memory.data_ptr(), nbytes) == 10 * SYSTEM_PAGE
+    assert memory.sum() == 14 and memory[3 * SYSTEM_PAGE] == 7

@@ -19,7 +19,8 @@ from patrickstar._memory.accelerator import COLLECTIVE_BYTES, FREE_PERCENT, OUTS
 from patrickstar._memory.compute_device import UNSUPPORTED
 from patrickstar._memory.hardware import Hardware
 from patrickstar._memory.machine_name import machine_name
-from patrickstar._memory.memory_meter import available_bytes, host_meter, library_resident_bytes
+from patrickstar._memory.memory_meter import host_meter, library_resident_bytes
+from patrickstar._memory.ram import measure_ram
 from patrickstar._perf_model.workload import STATE_BYTES, UPDATE_BYTES
 
 TRIAL_NUMEL = 16_000_000
@@ -49,7 +50,7 @@ def examine(trial_numel: int = TRIAL_NUMEL, disk: Path | None = None) -> list[Fi
     return [
         Finding("patrickstar", f"{patrickstar.__version__}, PyTorch {torch.__version__}"),
         Finding("processor", f"{machine_name(torch.device('cpu'))}, {torch.get_num_threads()} threads in use"),
-        Finding("memory", f"{format_size(available_bytes())} available now"),
+        _memory(),
         *_gpus(),
         Finding("non-model data", f"measured by: {host_meter().source}"),
         Finding("libraries", f"{format_size(library_resident_bytes(0))} of this process's memory, beside all budgets"),
@@ -96,6 +97,15 @@ def _gpu(accelerator: Accelerator, free_bytes: int) -> Finding:
         f"{format_size(budget)} ({budget} bytes) unless you set it: {FREE_PERCENT} % of the free memory, or all but "
         f"{format_size(OUTSIDE_BYTES)} if that is less, because kernels and handles are loaded later and free memory "
         f"is fragmented ({format_size(COLLECTIVE_BYTES)} less with several processes)",
+    )
+
+
+def _memory() -> Finding:
+    ram = measure_ram()
+    return Finding(
+        "memory",
+        f"{format_size(ram.available_bytes)} available now; budgets that you leave open take "
+        f"{format_size(ram.default_bytes())} of it, on a CPU both together",
     )
 
 

@@ -28,7 +28,7 @@ from patrickstar._layout.byte_size import format_size
 from patrickstar._memory.hardware import Hardware
 from patrickstar._memory.vm_pool import round_up
 from patrickstar._perf_model.machine_spec import DiskDrive, Gpu, Host, Links, Machine
-from patrickstar._step.tier_planning import budgets
+from patrickstar._step.tier_planning import find_budgets
 from patrickstar.config import Config, Disk
 from patrickstar.errors import BudgetError
 
@@ -39,7 +39,9 @@ _log = logging.getLogger(__name__)
 GRAIN_BYTES = 1 << 20
 """Budgets are named in whole MiB."""
 PRECISION = 16
-"""Each budget that is tried is larger than the one before by 1 / PRECISION."""
+"""The first budget that is tried is raised by 1 / PRECISION of it, and by twice as much each further time."""
+AMPLE_BYTES = 1 << 60
+"""Memory of the simulated machine, which limits nothing: every trial states its budgets."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class FitCheck:
     Args:
         make_engine: `Engine`.
         model: Builds the model on the meta device.
+        hardware: This machine; after a refused step, as it was before the engine took memory.
         loss: Returns the loss from the model's output. Default: its attribute `loss`, the output itself if it is a
             scalar, or the sum of its floating-point tensors.
     """
@@ -73,22 +76,21 @@ class FitCheck:
         self,
         make_engine: EngineFactory,
         model: Callable[[], nn.Module],
-        device: torch.device,
+        hardware: Hardware,
         loss: Callable[[Any], torch.Tensor] | None = None,
     ) -> None:
         self._make_engine, self._model, self._loss = make_engine, model, loss or default_loss
-        self._hardware = Hardware(device)
-        self.device_bytes, self.host_bytes = self._hardware.device_bytes(), self._hardware.host_bytes()
+        self._hardware = hardware
         # The rates do not matter: nothing is timed.
         self._machine = Machine(
             name="here",
             source="memory only",
-            gpu=Gpu(count=1, memory=self.device_bytes, matmul_tflops=1.0, memory_bandwidth=RATE)
+            gpu=Gpu(count=1, memory=AMPLE_BYTES, matmul_tflops=1.0, memory_bandwidth=RATE)
             if self._hardware.has_gpu
             else None,
-            host=Host(memory=self.host_bytes, memory_bandwidth=RATE, cores=1, matmul_tflops=1.0),
+            host=Host(memory=AMPLE_BYTES, memory_bandwidth=RATE, cores=1, matmul_tflops=1.0),
             links=Links(h2d=RATE, d2h=RATE),
-            disk=DiskDrive(capacity=1 << 60, read=RATE, write=RATE),
+            disk=DiskDrive(capacity=AMPLE_BYTES, read=RATE, write=RATE),
         )
         self.peak: str | None = None
         """Bytes and module of the peak of non-model data with enough device memory, once known."""
@@ -101,7 +103,7 @@ class FitCheck:
             return enable_checkpointing(on_meta(self._model))
 
     def run(self, trial: Trial) -> DryRunReport:
-        """Dry-run a step. Raises BudgetError if it does not fit."""
+        """Dry-run a step with the budgets that this machine gives it. Raises BudgetError if it does not fit."""
 
         def build() -> nn.Module:
             model = on_meta(self._model)
@@ -111,9 +113,10 @@ class FitCheck:
 
         step = forward_backward_step(self._loss, trial.args, trial.kwargs)
         library_bytes = self._hardware.library_bytes(trial.config.compute_dtype)
+        config = self._with_budgets(trial.config)
         with kept_global_state(self._hardware.device), torch.enable_grad():
             return simulate(
-                self._make_engine, build, trial.config, step, self._machine, self._costs, library_bytes=library_bytes
+                self._make_engine, build, config, step, self._machine, self._costs, library_bytes=library_bytes
             )
 
     def check_model_data(self, config: Config) -> int:
@@ -130,6 +133,7 @@ class FitCheck:
         hardware = SimulatedHardware(self._machine.model_copy(update={"disk": disk}), TensorMeter())
         with kept_global_state(self._hardware.device):
             model, weights = meta_model(self._model)
+            config = self._with_budgets(config)
             engine = self._make_engine(model, config, weights, kernels=SimulatedKernels(hardware), hardware=hardware)
         disk_tier = engine._core.manager.disk_tier
         engine.close(keep=False)
@@ -137,13 +141,28 @@ class FitCheck:
 
     def budgets(self, config: Config) -> tuple[int, int]:
         """Return the device and host budgets of a configuration on this machine."""
-        return budgets(config, self._hardware)
+        return find_budgets(config, self._hardware)
+
+    def _with_budgets(self, config: Config) -> Config:
+        device, host = self.budgets(config)
+        return config.model_copy(update={"device_memory": device, "host_memory": host})
+
+    def most_bytes(self, config: Config, option: str) -> int:
+        """Return the most that this machine can give a budget: beside the other one, if that is given.
+
+        Who states a budget may use what a default leaves free.
+        """
+        device = option == "device_memory"
+        if self._hardware.has_gpu and device:
+            return self._hardware.device_bytes()
+        other = 0 if self._hardware.has_gpu else (config.host_memory if device else config.device_memory) or 0
+        return max(0, self._hardware.ram.available_bytes - int(other))
 
     def machine_may_suffice(self, config: Config, error: BudgetError) -> bool:
         """Return whether this machine has the bytes that refused model data lacks."""
-        device, host = self.budgets(config)
         short = error.short_bytes or 0
-        return device + short <= self.device_bytes or host + short <= self.host_bytes
+        levers = zip(("device_memory", "host_memory"), self.budgets(config), strict=True)
+        return any(nbytes + short <= self.most_bytes(config, option) for option, nbytes in levers)
 
     def fits(self, trial: Trial) -> bool:
         return self._try(trial) is not None
@@ -160,26 +179,36 @@ class FitCheck:
     def sufficient_budget(self, trial: Trial, option: str, refused_bytes: int) -> int | None:
         """Return a budget for `option` with which the trial fits; None if the machine has not it.
 
-        A dry run with all of the machine's memory shows what a step uses. Less may do, if chunks are smaller then; the
-        search stops at the first budget that fits.
+        The other budget is the given one, or on a CPU the default beside the budget that is tried. A dry run with all
+        that this machine has, for each of two open budgets, shows what a step uses. The search goes up from there to
+        the first budget that fits. Less may do, if chunks are smaller then: that is tried if nothing larger fits.
         """
         device = option == "device_memory"
-        limit = self.device_bytes if device else self.host_bytes
-        if not self._hardware.has_gpu:  # both budgets are parts of the RAM
-            other = trial.config.host_memory if device else trial.config.device_memory
-            limit = limit - int(other) if other is not None else limit // 2  # as the default divides it
-        ample = self._try(_with(trial, option, limit))
+        other = "host_memory" if device else "device_memory"
+        most_bytes = self.most_bytes(trial.config, option)
+        ample_trial = _with(trial, option, most_bytes)
+        if getattr(trial.config, other) is None:
+            ample_trial = _with(ample_trial, other, self.most_bytes(trial.config, other))
+        ample = self._try(ample_trial)
         if ample is None:
             return None
         if device:
             self.peak = ample.peak
         used = ample.least_device_bytes if device else max(sample.host_bytes for sample in ample.timeline)
-        candidate = round_up(max(refused_bytes + 1, used), GRAIN_BYTES)
-        while candidate < limit:
-            if self.fits(_with(trial, option, candidate)):
-                return candidate
-            candidate = round_up(candidate + candidate // PRECISION, GRAIN_BYTES)
-        return None
+        tried = _budgets_to_try(refused_bytes, max(refused_bytes + 1, used), most_bytes // GRAIN_BYTES * GRAIN_BYTES)
+        return next((nbytes for nbytes in tried if self.fits(_with(trial, option, nbytes))), None)
+
+
+def _budgets_to_try(refused_bytes: int, used_bytes: int, most_bytes: int) -> Iterator[int]:
+    """Yield budgets in whole MiB up to `most_bytes`: from what a step used upwards, then those below it."""
+    nbytes, step_bytes = round_up(used_bytes, GRAIN_BYTES), used_bytes // PRECISION
+    while nbytes < most_bytes:
+        yield nbytes
+        nbytes, step_bytes = round_up(nbytes + max(step_bytes, 1), GRAIN_BYTES), 2 * step_bytes
+    yield from [most_bytes] if most_bytes > refused_bytes else []
+    lacking_bytes = min(used_bytes, most_bytes) - refused_bytes
+    while (lacking_bytes := lacking_bytes // 2) >= GRAIN_BYTES:
+        yield round_up(refused_bytes + lacking_bytes, GRAIN_BYTES)
 
 
 def _with(trial: Trial, option: str, value: Any) -> Trial:

@@ -176,10 +176,10 @@ class SimulatedHardware(Hardware):
     def library_bytes(self, dtype: torch.dtype) -> int:
         return self._library_bytes
 
-    def host_bytes(self) -> int:
-        return self.machine.host.memory
+    def host_bytes(self, given_bytes: int = 0) -> int:
+        return max(0, self.machine.host.memory - given_bytes)
 
-    def warn_beyond_ram(self, nbytes: int, ram: int, budgets: str) -> None:
+    def warn_beyond_ram(self, nbytes: int, budgets: str) -> None:
         """Do nothing: no memory is taken."""
 
     def page_pool(self) -> PagePool | None:

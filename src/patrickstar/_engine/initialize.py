@@ -20,7 +20,7 @@ from patrickstar._engine.param_init import WeightSource
 from patrickstar._memory.cpu_allocator import cpu_allocator
 from patrickstar._memory.file_backed_tensors import FileBackedTensors
 from patrickstar._memory.hardware import Hardware
-from patrickstar._step.tier_planning import budgets
+from patrickstar._step.tier_planning import find_budgets
 from patrickstar.config import Config, Disk
 from patrickstar.errors import BudgetError, ConfigError, DiskError
 
@@ -135,7 +135,7 @@ def _built_on_disk(
     if allocator is None:
         yield model
         return
-    device_bytes, host_bytes = budgets(config, hardware)
+    device_bytes, host_bytes = find_budgets(config, hardware)
     # With a GPU only the host's chunks are in RAM.
     ram_bytes = host_bytes if hardware.has_gpu else device_bytes + host_bytes
     directory = Path(disk.directory)
@@ -168,7 +168,7 @@ def check_fit(
     """
     from patrickstar._dry_run.fit_check import Trial
 
-    check = _fit_check(model, config.find_device(), loss)
+    check = _fit_check(model, Hardware(config.find_device()), loss)
     trial = None if sample is None else Trial.of(config, sample)
     try:
         swap_bytes = check.check_model_data(config)
@@ -189,12 +189,12 @@ def check_fit(
     return swap_bytes
 
 
-def _fit_check(model: Model, device: torch.device, loss: Callable[[Any], torch.Tensor] | None = None) -> "FitCheck":
+def _fit_check(model: Model, hardware: Hardware, loss: Callable[[Any], torch.Tensor] | None = None) -> "FitCheck":
     # Imported on first use: the dry run would add to `import patrickstar`.
     from patrickstar._dry_run.fit_check import FitCheck
     from patrickstar._dry_run.simulation import copy_to_meta
 
-    return FitCheck(Engine, (lambda: copy_to_meta(model)) if isinstance(model, nn.Module) else model, device, loss)
+    return FitCheck(Engine, (lambda: copy_to_meta(model)) if isinstance(model, nn.Module) else model, hardware, loss)
 
 
 def _refusal(check: "FitCheck", trial: Any, error: BudgetError) -> BudgetError:
@@ -209,11 +209,13 @@ def explain_refusal(core: EngineCore, inputs: InputRecord, error: BudgetError) -
     """Return the error of a first step that did not fit, with settings that suffice, as far as dry runs find any."""
     from patrickstar._dry_run.fit_check import Trial
 
-    budgets = {"device_memory": core.device_budget_bytes, "host_memory": core.host_budget_bytes}
+    hardware = core.manager.hardware
     try:
         args, kwargs = inputs.inputs()
-        check = _fit_check(core.module, core.device)
-        trial = Trial(core.config.model_copy(update=budgets), args, kwargs)
+        check = _fit_check(core.module, hardware)
+        # Budgets that the user left open depend on what is advised. A GPU's is measured, and the engine has taken it.
+        device = {"device_memory": core.device_budget_bytes} if hardware.has_gpu else {}
+        trial = Trial(core.config.model_copy(update=device), args, kwargs)
         try:
             check.run(trial)
         except BudgetError as predicted:

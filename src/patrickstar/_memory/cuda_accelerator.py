@@ -9,6 +9,7 @@ import torch
 
 from patrickstar._layout.byte_size import format_size
 from patrickstar._memory.accelerator import Accelerator, AllocatorStats
+from patrickstar._memory.vm_pool import fault_in
 from patrickstar._memory.workspaces import library_bytes
 
 LOCK_BYTES = 64 << 30
@@ -53,6 +54,7 @@ class CudaAccelerator(Accelerator):
 
     def page_lock(self, address: int, nbytes: int) -> list[int] | None:
         locked: list[int] = []
+        fault_in(address, nbytes)  # the driver faults pages in on one thread, at a tenth of the rate
         with torch.cuda.device(self.index):
             cudart: Any = torch.cuda.cudart()
             for start in range(0, nbytes, self.max_lock_bytes):

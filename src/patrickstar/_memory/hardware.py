@@ -2,6 +2,7 @@
 
 import time
 import warnings
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -13,7 +14,8 @@ from patrickstar._memory.cuda_accelerator import CudaAccelerator
 from patrickstar._memory.direct_io import free_bytes
 from patrickstar._memory.disk_tier import DiskTier
 from patrickstar._memory.host_arena import HostArena
-from patrickstar._memory.memory_meter import DeviceMeter, Meter, available_bytes, host_meter, library_resident_bytes
+from patrickstar._memory.memory_meter import DeviceMeter, Meter, host_meter, library_resident_bytes
+from patrickstar._memory.ram import Ram, measure_ram
 from patrickstar._memory.swap_file import SwapFile
 from patrickstar._memory.vm_pool import PagePool, can_move_pages
 from patrickstar.errors import DiskError
@@ -74,20 +76,24 @@ class Hardware:
 
     def device_bytes(self, several: bool = False) -> int:
         """Return the default device budget. `several`: several processes train, which uses GPU memory beside it."""
-        free_bytes = self.free_device_bytes()
-        return free_bytes if self.accelerator is None else default_budget(free_bytes, several)
+        return self.host_bytes() if self.accelerator is None else default_budget(self.free_device_bytes(), several)
 
     def free_device_bytes(self) -> int:
         """Return the bytes that tensors could use on the device."""
-        return available_bytes() if self.accelerator is None else self.accelerator.free_bytes()
+        return measure_ram().available_bytes if self.accelerator is None else self.accelerator.free_bytes()
 
-    def host_bytes(self) -> int:
-        """Return the default host budget."""
-        return available_bytes()
+    @cached_property
+    def ram(self) -> Ram:
+        """Memory of this machine when it was first asked for: before an engine has taken any."""
+        return measure_ram()
 
-    def warn_beyond_ram(self, nbytes: int, ram: int, budgets: str) -> None:
+    def host_bytes(self, given_bytes: int = 0) -> int:
+        """Return the default of all budgets in the RAM, beside budgets of `given_bytes`. [Note: default budgets]."""
+        return self.ram.default_bytes(given_bytes)
+
+    def warn_beyond_ram(self, nbytes: int, budgets: str) -> None:
         """Warn if budgets exceed the available memory: the system would end the process where a budget is kept."""
-        if nbytes > ram:
+        if nbytes > (ram := self.ram.available_bytes):
             warnings.warn(
                 f"{budgets} may take {nbytes} bytes ({format_size(nbytes)}), and {ram} bytes ({format_size(ram)}) of "
                 f"memory are available here: if training needs more, the system ends the process. Lower the budgets, "

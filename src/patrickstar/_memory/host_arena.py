@@ -5,6 +5,7 @@ import mmap
 import os
 import weakref
 from bisect import insort
+from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -63,7 +64,9 @@ class HostArena:
 
     def _page_lock(self, accelerator: Accelerator) -> None:
         locked = accelerator.page_lock(self.memory.data_ptr(), self.nbytes)
-        if locked is not None:
+        if locked is None:
+            self._discard(0, round_up(self.nbytes))  # pages that were faulted in for it
+        else:
             # An arena that is never closed is unlocked before its memory is unmapped: the finalizer holds the memory.
             # At process exit the driver unlocks it.
             self._page_unlock = weakref.finalize(self, _page_unlock, os.getpid(), accelerator, locked, self.memory)
@@ -87,14 +90,23 @@ class HostArena:
 
     def allocate(self, nbytes: int) -> ArenaBlock | None:
         """Allocate the first gap that is large enough; return None if there is no such gap."""
+        gap = next(self.gaps(nbytes), None)
+        return None if gap is None else self.allocate_at(gap[0], nbytes)
+
+    def gaps(self, nbytes: int) -> Iterator[tuple[int, int]]:
+        """Yield the gaps that are large enough: where a block would start, and the bytes that it could have."""
         start = 0
         for block in self._nonempty_blocks():
-            if block.start - self._fit_start(start, nbytes) >= nbytes:
-                break
+            fit = self._fit_start(start, nbytes)
+            if block.start - fit >= nbytes:
+                yield fit, block.start - fit
             start = block.end
-        start = self._fit_start(start, nbytes)
-        if start + nbytes > self.nbytes:
-            return None
+        fit = self._fit_start(start, nbytes)
+        if self.nbytes - fit >= nbytes:
+            yield fit, self.nbytes - fit
+
+    def allocate_at(self, start: int, nbytes: int) -> ArenaBlock:
+        """Allocate a block at the start of one of the `gaps`."""
         new_block = ArenaBlock(start, nbytes, self)
         insort(self._blocks, new_block, key=attrgetter("start"))
         if nbytes:

@@ -1,6 +1,7 @@
 """Host tier: its budget, and the arena blocks of chunks and other data."""
 
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 
 import torch
 
@@ -16,7 +17,12 @@ from patrickstar.errors import BudgetError
 # [Note: spare blocks]
 # A spare block holds the results of an update before it is known whether they count: they may become the host copy of
 # a chunk (`replace_block`), or be given up at any time. Spare blocks take what the budget leaves beside all that the
-# last step needed. They are released before anything else lacks room.
+# last step needed, and no more than their job can use (`spare_use_bytes`). They are released before anything else lacks
+# room.
+#
+# Memory for them is added as they ask for it, since on a GPU all of it is page-locked, used or not. Each piece is as
+# large as all before together: few pieces, which are quick to lock and to search, and never more than twice what was
+# asked for, nor more than their job can use.
 
 
 class HostTier:
@@ -28,7 +34,10 @@ class HostTier:
         self.budget_bytes = budget_bytes
         self.new_arena = new_arena
         self.arenas = [new_arena(min(budget_bytes, arena_bytes))]
-        """One; on a GPU more are added if unplanned data (unfrozen parameters, activations) needs them."""
+        """One; on a GPU more are added for spare blocks, and if unplanned data (unfrozen parameters, activations)
+        needs them."""
+        self._spare_arenas: list[HostArena] = []
+        """Those that were added for spare blocks."""
         self.poison = poison
         self.used = 0
         """Bytes allocated to chunks."""
@@ -39,6 +48,8 @@ class HostTier:
         self.spare_bytes = 0
         """Bytes allocated to spare blocks. See [Note: spare blocks]."""
         self.spare_peak = 0
+        self.spare_use_bytes = 0
+        """The most bytes that spare blocks can be used for; whoever uses them says how many."""
         self.reclaim: Callable[[], bool] = lambda: False
         """Releases some spare blocks, as early as their job can be ended; False if there are none."""
         self._needed_peak = 0
@@ -152,7 +163,7 @@ class HostTier:
     def spare_limit_bytes(self) -> int:
         """Bytes that spare blocks may take: what the last step, and this one so far, have left of the budget."""
         needed = max(self._last_needed_peak, self._needed_peak)
-        return max(0, self.budget_bytes - needed)
+        return max(0, min(self.spare_use_bytes, self.budget_bytes - needed))
 
     def allocate_spare(self, sizes: Sequence[int]) -> list[ArenaBlock] | None:
         """Allocate spare blocks of these bytes; None if they would exceed the limit. See [Note: spare blocks]."""
@@ -169,10 +180,13 @@ class HostTier:
         return blocks
 
     def _fit_all(self, sizes: Sequence[int]) -> list[ArenaBlock] | None:
-        """Allocate blocks in the gaps that there are; None if one does not fit. Closing gaps would wait for copies."""
+        """Allocate blocks in the gaps that there are; None if one does not fit. Closing gaps would wait for copies.
+
+        Blocks of several sizes change places in each step, in the same memory.
+        """
         blocks: list[ArenaBlock] = []
         for size in sizes:
-            block = self._first_fit(size)
+            block = self._best_fit(size)
             if block is None:
                 for allocated in blocks:
                     allocated.arena.free(allocated)
@@ -181,14 +195,16 @@ class HostTier:
         return blocks
 
     def _grow_for_spare(self, nbytes: int) -> bool:
-        """Add one arena for all spare blocks: many small ones would take longer to page-lock and to search.
+        """Add an arena for spare blocks of these bytes, or more: see [Note: spare blocks].
 
         Free bytes of other arenas may be in gaps too small for a chunk, or in use by copies in flight.
         """
-        missing = min(self.spare_limit_bytes, self.budget_bytes - self.arena_bytes)
-        if missing < nbytes:
+        added = sum(arena.nbytes for arena in self._spare_arenas)
+        most = min(self.spare_limit_bytes - added, self.budget_bytes - self.arena_bytes)
+        if most < nbytes:
             return False
-        self.arenas.append(self.new_arena(missing))
+        self._spare_arenas.append(self.new_arena(min(most, max(nbytes, added))))
+        self.arenas.append(self._spare_arenas[-1])
         return True
 
     def release_spare(self, block: ArenaBlock) -> None:
@@ -288,6 +304,12 @@ class HostTier:
         blocks = (arena.allocate(nbytes) for arena in self.arenas)
         return next((block for block in blocks if block is not None), None)
 
+    def _best_fit(self, nbytes: int) -> ArenaBlock | None:
+        """Allocate the smallest gap that is large enough: one that a block of the same size has left, if possible."""
+        gaps = ((gap_bytes, start, arena) for arena in self.arenas for start, gap_bytes in arena.gaps(nbytes))
+        _, start, arena = min(gaps, key=itemgetter(0), default=(0, 0, None))
+        return None if arena is None else arena.allocate_at(start, nbytes)
+
     def _new_block(self, nbytes: int, description: str) -> ArenaBlock:
         if self._released:
             self._free_released(wait=False)
@@ -331,6 +353,7 @@ class HostTier:
                 any(earlier.take_over(block) for earlier in self.arenas[:number])
             if number and not arena.blocks:
                 self.arenas.remove(arena)
+                self._spare_arenas = [each for each in self._spare_arenas if each is not arena]
                 arena.close()
         for block, chunk in self._owners.items():
             chunk.host = self.view(block, chunk.dtype)

@@ -214,12 +214,3 @@ def host_meter() -> Meter:
         return ResidentMeter()
     warnings.warn(f"{_CLEAR_REFS} is not writable here: {SampledMeter.source}", stacklevel=2)
     return SampledMeter()
-
-
-def available_bytes() -> int:
-    """Return the host memory available to this process, in bytes."""
-    available = psutil.virtual_memory().available
-    for limit in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
-        if limit.exists() and (text := limit.read_text().strip()).isdigit():
-            available = min(available, int(text))
-    return int(available)

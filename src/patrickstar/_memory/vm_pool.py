@@ -74,6 +74,12 @@ def round_up(nbytes: int, unit: int = SYSTEM_PAGE) -> int:
     return -(-nbytes // unit) * unit
 
 
+def fault_in(address: int, nbytes: int) -> None:
+    """Back a range with pages on all threads, and keep its content: one thread zeroes a new page at a time."""
+    memory = torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8)
+    memory[::SYSTEM_PAGE].add_(0)  # writes one byte of each page
+
+
 def _map(address: int | None, nbytes: int, protection: int) -> int:
     try:
         return _try_to_map(address, nbytes, protection)

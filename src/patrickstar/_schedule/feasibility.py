@@ -53,10 +53,10 @@ def check_budgets(
         return
     total, given_device = layout.model_data_bytes, budgets.device + library_bytes
     reserved = staging_bytes + layout.buffer_bytes
+    given_host = budgets.host + reserved
     given = (
         f"the model data of {total} bytes ({format_size(total)}) does not fit a device budget of {given_device} "
-        f"bytes ({format_size(given_device)}) and a host budget of {budgets.host + reserved} bytes "
-        f"({format_size(budgets.host + reserved)})"
+        f"bytes ({format_size(given_device)}) and a host budget of {given_host} bytes ({format_size(given_host)})"
     )
     needs = f"the most demanding operator needs {of_operators} bytes at once on the device"
     if update_bytes > of_operators:
@@ -98,11 +98,14 @@ def check_budgets(
     min_device = max(budgets.device, smallest_accepted(lambda nbytes: accepts(device=nbytes, host=ample), ample))
     host = smallest_accepted(lambda nbytes: accepts(device=min_device, host=nbytes), ample)
     device, min_device, host = device + library_bytes, min_device + library_bytes, host + reserved
+    # By default chunks are larger with a larger device budget, and so is what an operator needs at once.
+    chunk_bytes = layout.chunk_numel * max(chunk.schema.compute.itemsize for chunk in layout.chunks)
     raise BudgetError(
         f"{given}; {needs}",
         device - given_device,
-        f"The smallest budgets that work, activations and accumulated gradients not counted: "
-        f"device_memory={device} bytes ({format_size(device)}) with this host_memory, or "
+        f"The smallest budgets that work with chunk_size={chunk_bytes}, activations and accumulated gradients not "
+        f"counted: "
+        f"device_memory={device} bytes ({format_size(device)}) with this host_memory of {given_host} bytes, or "
         f"device_memory={min_device} with host_memory={host} bytes ({format_size(host)}). With less, add a disk: "
         f"ps.Config(disk=ps.Disk(directory))",
     )

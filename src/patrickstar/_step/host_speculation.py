@@ -149,6 +149,15 @@ class HostSpeculation:
             update.running is not None and not update.running.done for update in self._updates.values()
         )
 
+    def begin(self) -> None:
+        """Begin a backward: spare blocks hold the new content of all chunks whose states are on the host, at most."""
+        use_bytes = 0
+        for index, managed_params in self.data.by_chunk.items():
+            inputs = [managed_params[0].shard_chunk, *self.data.state_chunks(index)]
+            if len(inputs) > 1 and self.accepts(inputs):
+                use_bytes += sum(chunk.nbytes for chunk in inputs)
+        self._host_tier.spare_use_bytes = use_bytes
+
     def accepts(self, inputs: Sequence[Chunk]) -> bool:
         """Return whether masters, states and sums of gradients are on the host."""
         return all(chunk.host_valid and not chunk.device_resident for chunk in inputs[1:])

@@ -132,6 +132,8 @@ class Speculation:
         self._scales, self._options = scales, options
         if self._confident and self.data.backwards_in_step == self._backwards:
             self._assumption = _Assumption(groups().get, scales)
+            if self._host is not None:
+                self._host.begin()
 
     def add(self, index: int) -> None:
         """Add a chunk whose gradients are complete."""

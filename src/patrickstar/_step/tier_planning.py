@@ -38,13 +38,33 @@ class TierPlan:
 
 
 def budgets(config: Config, hardware: Hardware, sharing: int = 1, several: bool = False) -> tuple[int, int]:
+    """Return the device and host budgets in bytes, as `find_budgets`.
+
+    Budgets beyond the available memory are warned of, since the system would end the process where a budget would be
+    kept.
+    """
+    device_memory, host_memory = find_budgets(config, hardware, sharing, several)
+    processes = _processes(sharing)
+    if hardware.has_gpu:
+        hardware.warn_beyond_ram(host_memory * sharing, f"host_memory{processes}")
+    else:
+        nbytes = (device_memory + host_memory) * sharing
+        hardware.warn_beyond_ram(nbytes, f"device_memory and host_memory{processes} together")
+    return device_memory, host_memory
+
+
+def _processes(sharing: int) -> str:
+    return f" of the {sharing} processes of this machine" if sharing > 1 else ""
+
+
+def find_budgets(config: Config, hardware: Hardware, sharing: int = 1, several: bool = False) -> tuple[int, int]:
     """Return the device and host budgets in bytes.
 
-    On a CPU both share the RAM: one missing budget is the rest of it, two are half of it each. Budgets beyond the RAM
-    are warned of, since the system would end the process where a budget would be kept.
+    A missing budget in the RAM is what others leave of it: see [Note: default budgets]. On a CPU both budgets share the
+    RAM: one missing budget is that beside the other, two are half of it each.
 
     Args:
-        sharing: Number of processes that share this machine's RAM. A GPU belongs to one process.
+        sharing: Number of processes that share this machine's RAM evenly. A GPU belongs to one process.
         several: Whether more than one process trains, on any number of machines.
 
     Raises:
@@ -52,24 +72,24 @@ def budgets(config: Config, hardware: Hardware, sharing: int = 1, several: bool 
     """
     device_memory = int(config.device_memory) if config.device_memory is not None else None
     host_memory = int(config.host_memory) // sharing if config.host_memory is not None else None
-    ram = hardware.host_bytes() // sharing
     if hardware.has_gpu:
-        device_memory, host_memory = device_memory or hardware.device_bytes(several), host_memory or ram
-        hardware.warn_beyond_ram(host_memory, ram, "host_memory")
-        return device_memory, host_memory
+        return device_memory or hardware.device_bytes(several), host_memory or hardware.host_bytes() // sharing
     if device_memory is None and host_memory is None:
-        device_memory = ram // 2
+        ram = hardware.host_bytes() // sharing
+        device_memory, host_memory = ram // 2, ram - ram // 2
     if device_memory is None or host_memory is None:
         given, missing = ("host_memory", "device_memory") if device_memory is None else ("device_memory", "host_memory")
-        nbytes = host_memory if device_memory is None else device_memory
-        assert nbytes is not None
-        if nbytes >= ram:
+        nbytes = (device_memory or host_memory or 0) * sharing
+        rest = hardware.host_bytes(nbytes) // sharing
+        if not rest:
+            available = hardware.host_bytes()
             raise BudgetError(
-                f"{given} is {nbytes} bytes ({format_size(nbytes)}), and of the {ram} bytes ({format_size(ram)}) of "
-                f"memory available here nothing is left for {missing}: lower {given}, or set both"
+                f"{given}{_processes(sharing)} is {nbytes} bytes ({format_size(nbytes)}), and of the {available} bytes "
+                f"({format_size(available)}) of memory that budgets take here by default nothing is left for "
+                f"{missing}: lower {given}, or set both"
             )
-        device_memory, host_memory = (ram - nbytes, nbytes) if device_memory is None else (nbytes, ram - nbytes)
-    hardware.warn_beyond_ram(device_memory + host_memory, ram, "device_memory and host_memory together")
+        device_memory, host_memory = (rest, host_memory) if host_memory is not None else (device_memory, rest)
+    assert device_memory is not None and host_memory is not None
     return device_memory, host_memory
 
 

@@ -1,0 +1,153 @@
+"""Available memory: the system's, and what the control groups around a process have left; budgets that are open."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+from probes import set_ram
+
+import patrickstar as ps
+from patrickstar._memory import ram
+from patrickstar._memory.hardware import Hardware
+from patrickstar._memory.ram import Ram, RamLimit, measure_ram
+from patrickstar._step.tier_planning import budgets
+from patrickstar.errors import BudgetError
+
+GIB = 1 << 30
+TOTAL = 100 * GIB
+NO_LIMIT_V1 = 9223372036854771712
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """Return a function that describes this process's groups; the machine has 100 GiB, 90 GiB of them available."""
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=TOTAL, available=90 * GIB))
+    monkeypatch.setattr(ram, "_PROC_SELF", tmp_path / "proc")
+    (tmp_path / "proc").mkdir()
+
+    def describe(groups: str, mounts: str, files: dict[str, object]) -> Ram:
+        (tmp_path / "proc/cgroup").write_text(groups)
+        (tmp_path / "proc/mountinfo").write_text(mounts.replace("/sys", str(tmp_path / "sys")))
+        for path, content in files.items():
+            (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / path).write_text(f"{content}\n")
+        return measure_ram()
+
+    return describe
+
+
+def v2(folder: str, limit: object, current: int = 0, high: object = "max", **stat: int) -> dict[str, object]:
+    lines = "\n".join(f"{name} {nbytes}" for name, nbytes in {"anon": current, **stat}.items())
+    files = {"memory.max": limit, "memory.high": high, "memory.current": current, "memory.stat": lines}
+    return {f"sys/fs/cgroup{folder}/{name}": content for name, content in files.items()}
+
+
+def v1(folder: str, limit: int, usage: int = 0, **stat: int) -> dict[str, object]:
+    lines = "\n".join(f"{name} {nbytes}" for name, nbytes in {"rss": usage, **stat}.items())
+    files = {"memory.limit_in_bytes": limit, "memory.usage_in_bytes": usage, "memory.stat": lines}
+    return {f"sys/fs/cgroup/memory{folder}/{name}": content for name, content in files.items()}
+
+
+MOUNT_V2 = "30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n"
+MOUNT_V1 = (
+    "31 23 0:28 / /sys/fs/cgroup rw,relatime - tmpfs tmpfs rw,mode=755\n"
+    "33 31 0:30 / /sys/fs/cgroup/cpu rw,relatime - cgroup cgroup rw,cpu,cpuacct\n"
+    "35 31 0:32 / /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory\n"
+)
+
+
+def test_the_real_machine_has_memory():
+    found = measure_ram()
+    assert 0 < found.available_bytes <= psutil.virtual_memory().total
+    assert 0 < found.default_bytes() < found.available_bytes
+
+
+def test_without_groups_the_systems_available_memory_counts(machine):
+    assert machine("0::/\n", MOUNT_V2, {}).available_bytes == 90 * GIB
+    assert machine("0::/\n", MOUNT_V2, {}).default_bytes() == 80 * GIB
+
+
+def test_what_a_group_uses_counts_but_for_its_page_cache(machine):
+    files = v2("/job", 20 * GIB, 12 * GIB, inactive_file=3 * GIB, active_file=1 * GIB, slab_reclaimable=1 * GIB)
+    found = machine("0::/job\n", MOUNT_V2, files)
+    assert found.available_bytes == (20 - 12 + 5) * GIB
+    assert found.default_bytes() == (20 - 12 + 5 - 2) * GIB
+
+
+def test_the_groups_around_it_count(machine):
+    files = v2("/a", 30 * GIB, 25 * GIB) | v2("/a/b", 20 * GIB) | v2("/a/b/c", "max", 1 * GIB)
+    assert machine("0::/a/b/c\n", MOUNT_V2, files).available_bytes == 5 * GIB
+
+
+def test_the_limit_from_which_processes_are_slowed_down_counts(machine):
+    assert machine("0::/job\n", MOUNT_V2, v2("/job", 20 * GIB, GIB, high=8 * GIB)).available_bytes == 7 * GIB
+
+
+def test_the_first_version_of_groups_counts(machine):
+    files = v1("", NO_LIMIT_V1, 60 * GIB) | v1("/k", 16 * GIB, 9 * GIB, inactive_file=7, total_inactive_file=2 * GIB)
+    assert machine("5:cpu,cpuacct:/x\n4:memory:/k/pod\n0::/\n", MOUNT_V1, files).available_bytes == 9 * GIB
+
+
+@pytest.mark.parametrize("path", ["/docker/1/inner", "/docker/1", "/elsewhere", "/../../other"])
+def test_a_container_sees_its_own_group_at_the_mount(machine, path):
+    mount = MOUNT_V1.replace("0:32 / /sys", "0:32 /docker/1 /sys")
+    assert machine(f"4:memory:{path}\n", mount, v1("", 4 * GIB, GIB)).available_bytes == 3 * GIB
+
+
+def test_a_group_beyond_its_limit_leaves_nothing(machine):
+    found = machine("0::/job\n", MOUNT_V2, v2("/job", GIB, 2 * GIB))
+    assert found.available_bytes == 0 and found.default_bytes() == 0
+
+
+def test_a_system_without_groups_is_measured(monkeypatch):
+    monkeypatch.setattr(ram, "_PROC_SELF", Path("/does/not/exist"))
+    assert len(measure_ram().limits) == 1
+
+
+def test_where_others_have_left_little_half_of_it_stays_free():
+    assert Ram((RamLimit(TOTAL, 12 * GIB),)).default_bytes() == 6 * GIB
+    assert Ram((RamLimit(TOTAL, 30 * GIB),)).default_bytes(20 * GIB) == 5 * GIB
+
+
+@pytest.fixture
+def hardware(monkeypatch) -> Hardware:
+    """A machine with 100 GiB of memory, 90 GiB available."""
+    set_ram(monkeypatch, 90 * GIB, TOTAL)
+    return Hardware(ps.Config(device="cpu").find_device())
+
+
+@pytest.mark.parametrize(
+    ("options", "sharing", "expected"),
+    [
+        ({}, 1, (40, 40)),
+        ({}, 4, (10, 10)),
+        ({"device_memory": 10 * GIB}, 1, (10, 70)),
+        ({"device_memory": 10 * GIB}, 4, (10, 10)),  # 40 in all, and 10 of the remaining 50 stay free
+        ({"host_memory": 40 * GIB}, 4, (10, 10)),
+        ({"device_memory": 80 * GIB}, 1, (80, 5)),
+        ({"device_memory": 3 * GIB, "host_memory": 88 * GIB // 2}, 2, (3, 22)),
+    ],
+)
+def test_open_budgets_share_what_may_be_taken(hardware, options, sharing, expected):
+    device, host = budgets(ps.Config(device="cpu", **options), hardware, sharing)
+    assert (device // GIB, host // GIB) == expected
+
+
+@pytest.mark.parametrize(("option", "processes"), [("device_memory", 3), ("host_memory", 1)])
+def test_a_budget_that_leaves_nothing_for_the_other_is_refused(hardware, option, processes):
+    with pytest.raises(BudgetError, match=r"nothing is left for \w+_memory: lower"):
+        budgets(ps.Config(device="cpu", **{option: 90 * GIB // processes}), hardware, processes)
+
+
+def test_budgets_beyond_the_memory_name_the_processes_that_share_it(hardware):
+    config = ps.Config(device="cpu", device_memory=20 * GIB, host_memory=20 * GIB)
+    with pytest.warns(UserWarning, match=rf"of the 4 processes of this machine together may take {100 * GIB} bytes"):
+        assert budgets(config, hardware, 4) == (20 * GIB, 5 * GIB)
+    assert budgets(config, hardware, 3)[0] == 20 * GIB
+
+
+def test_memory_is_measured_once_for_all_questions(hardware, monkeypatch):
+    before = hardware.host_bytes()
+    set_ram(monkeypatch, GIB)
+    assert hardware.host_bytes() == before
