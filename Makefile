@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 # Made last by the set-up: while it is newer than what it depends on, nothing is installed again.
 INSTALLED := $(VENV)/installed
 
-.PHONY: train test nightly nightly-all nightly-late nightly-resident nightly-strict chromium mutations bench bench-disk gpu check docs format clean
+.PHONY: train test nightly nightly-all nightly-late nightly-resident nightly-strict chromium mutations bench bench-disk gpu wheels check docs format clean
 
 # 89 million parameters: 1.2 GB of model data, five times the device budget.
 train: $(INSTALLED)
@@ -67,14 +67,17 @@ bench-disk: $(INSTALLED)
 	$(BIN)/python benchmarks/checkpoints.py --directory $(DISK)
 	$(BIN)/python benchmarks/policies.py
 
-# GPU tests and benchmarks in forty minutes; DEVICE=cpu runs a smoke test. STAGES: names that `--list` prints;
-# MINUTES: limit of all stages; OUTPUT: directory of the results.
-# Needs no network: without the set-up it uses the packages of PYTHON and builds this package for it.
+# Tests and measurements on a GPU, in three calls of thirteen minutes together; DEVICE=cpu rehearses them. CALLS: names
+# that `--list` prints; MINUTES: limit of each; OUTPUT: directory of the results; FOLDER: wheels of missing packages.
+# Needs no network: without the set-up it uses the packages of PYTHON, with those wheels.
 DEVICE ?= cuda
-MINUTES ?= 40
 gpu:
-	$(or $(wildcard $(BIN)/python),$(PYTHON)) benchmarks/gpu.py --device $(DEVICE) --minutes $(MINUTES) \
-		$(if $(OUTPUT),--output $(OUTPUT)) $(STAGES)
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) benchmarks/gpu.py --device $(DEVICE) $(if $(MINUTES),--minutes $(MINUTES)) \
+		$(if $(OUTPUT),--output $(OUTPUT)) $(if $(FOLDER),--wheels $(FOLDER)) $(CALLS)
+
+# Wheels for `make gpu` on a machine without a network: this package's, and what PyTorch does not bring.
+wheels: $(INSTALLED)
+	$(BIN)/python benchmarks/gpu_wheels.py $(or $(FOLDER),wheels)
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

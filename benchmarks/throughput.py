@@ -82,7 +82,7 @@ def run(checkpointing: bool, options: argparse.Namespace) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu", choices=["cpu"], help="on a GPU: make gpu STAGES=resident")
+    parser.add_argument("--device", default="cpu", choices=["cpu"], help="on a GPU: make gpu CALLS=steps")
     parser.add_argument("--precision", default="bf16", choices=["bf16", "fp32"], help="bf16 needs AVX-512")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--sequence", type=int, default=512)

@@ -32,7 +32,7 @@ def pytest_addoption(parser):
 
 
 LONGEST = (
-    "test_gpu_rehearsal.py::test_stages",
+    "test_gpu_rehearsal.py::test_a_call",
     "test_interpreted_kernels",
     "test_the_measured_process",
     "distributed/test_cli.py",

@@ -1,1 +1,1 @@
-"""Stages of `benchmarks/gpu.py`: modules with functions of `(record, options)`."""
+"""Programs of the calls of `benchmarks/gpu.py`: modules with functions of `(record, options)`."""

@@ -1,7 +1,6 @@
 """Bit-exactness that only a GPU can test: late copies, kernels chosen by alignment, Triton arithmetic."""
 
-import argparse
-import os
+from types import SimpleNamespace
 
 import torch
 from torch.nn import functional as F
@@ -23,9 +22,8 @@ ALIGNMENTS = (64, 128, 256)
 """Alignments in bytes, compared with the 512 of PyTorch's allocator."""
 
 
-def run(record: Record, options: argparse.Namespace) -> None:
+def run(record: Record, options: SimpleNamespace) -> None:
     """Run all comparisons."""
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.use_deterministic_algorithms(True)
     device = torch.device(options.device)
     late_copies(record, device)
@@ -36,9 +34,9 @@ def run(record: Record, options: argparse.Namespace) -> None:
 class DelayedCopies(CopyStreams):
     """Copy streams that are kept busy before each copy, which exposes missing synchronization."""
 
-    def up(self, chunk: Chunk, urgent: bool = False) -> Transfer:
+    def up(self, chunk: Chunk, urgent: bool = False, after: Transfer | None = None) -> Transfer:
         self._delay(self.urgent_stream if urgent else self.up_stream)
-        return super().up(chunk, urgent)
+        return super().up(chunk, urgent, after)
 
     def down(self, chunk: Chunk) -> Transfer:
         self._delay(self.down_stream)

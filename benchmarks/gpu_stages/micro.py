@@ -1,252 +1,161 @@
-"""Microbenchmarks: copies, page-locking of host memory, kernel launches, bookkeeping of the engine."""
+"""Rates of the machine and of this package's kernels: copies, updates, page-locking, matrix products, the disk."""
 
-import argparse
+import threading
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 
 import torch
-from torch import nn
-from torch.nn import functional as F
 
-import patrickstar as ps
 from gpu_stages.record import Record
 from gpu_stages.timing import once, seconds
 from patrickstar._dry_run.machine_profile import benchmark_span
-from patrickstar._engine.engine import Engine
-from patrickstar._kernels.adam import AdamRule
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.update_rule import Gradient, Span
-from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.cuda_accelerator import CudaAccelerator
-from patrickstar._memory.hardware import Hardware
-from patrickstar._memory.host_arena import HostArena
-from patrickstar._memory.host_tier import HostTier
-from patrickstar._memory.transfer import Transfer
-from patrickstar.errors import BudgetError
-from patrickstar.testing import NoMeter
+from patrickstar._memory.direct_io import PAGE_BYTES
+from patrickstar._memory.swap_file import SwapFile
+from patrickstar._memory.worker_pool import WorkerPool
+from patrickstar._perf_model.workload import UPDATE_BYTES
 
 MIB, GIB = 1 << 20, 1 << 30
-PCIE_GB_PER_S = 63.0
-"""PCIe 5.0 x16, one direction, without packet headers."""
+HOST = torch.device("cpu")
 
 
-def run(record: Record, options: argparse.Namespace) -> None:
-    """Run all measurements."""
+def updates(record: Record, options: SimpleNamespace) -> None:
+    """Measure Adam: short against long spans on the host, and on the device."""
+    host, device = Kernels.best(HOST), torch.device(options.device)
+    total = 1 << (18 if options.small else 26)
+    rates = {}
+    for numel in (total, total >> 7, total >> 10):
+        span = benchmark_span(total)
+        pieces = [span.page(slice(first, first + numel)) for first in range(0, total, numel)]
+
+        def run(pieces: list[Span] = pieces) -> None:
+            for piece in pieces:
+                host.update([piece], ())
+
+        rates[numel] = total / seconds(run, HOST, rounds=5)
+        note = f"{rates[numel] / rates[total]:.2f} of that of {total:,}"
+        rate = UPDATE_BYTES * rates[numel] / 1e9
+        record.figure(f"update on the host, {numel:,} elements a call", rate, "GB/s", note=note)
+    target, source = torch.zeros(total), torch.zeros(total)
+    copy_s = seconds(lambda: target.copy_(source), HOST, rounds=5)
+    record.figure("copy on the host, read and written", 8 * total / copy_s / 1e9, "GB/s")
+    numel, kernels = total << (0 if options.small else 2), Kernels.best(device)
+    param = torch.zeros(numel, dtype=torch.bfloat16, device=device)
+    master, *states = (torch.zeros(numel, device=device) for _ in range(3))
+    span = Span(param, Gradient(param), master, tuple(states), benchmark_span(1).rule)
+    rate = UPDATE_BYTES * numel / seconds(lambda: kernels.update([span], ()), device, rounds=5) / 1e9
+    record.figure(f"update on the device, {numel:,} elements", rate, "GB/s")
+
+
+def copies(record: Record, options: SimpleNamespace) -> None:
+    """Measure copies between page-locked memory and the device, alone and beside an update on the host; products."""
     device = torch.device(options.device)
-    bare_copies(record, device, options.small)
-    engine_copies(record, device, options.small)
-    bookkeeping(record, device, options.small)
-    updates(record, device, options.small)
-    registration(record, device, options.small)
-
-
-def bare_copies(record: Record, device: torch.device, small: bool) -> None:
-    """Measure PyTorch's copies between host and device, with page-locked and pageable memory."""
     cuda = device.type == "cuda"
-    for nbytes in (MIB // 4,) if small else (4 * MIB, 8 * MIB, 64 * MIB):
-        on_device = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
-        for kind, page_locked, predicted in (("page-locked", cuda, 52.0), ("pageable", False, 8.0)):
-            on_host = [torch.zeros(nbytes, dtype=torch.uint8, pin_memory=page_locked) for _ in range(2)]
-            pairs = {"host to device": (on_device[0], on_host[0]), "device to host": (on_host[1], on_device[1])}
-            for name, (target, source) in pairs.items():
-                copy = partial(target.copy_, source, non_blocking=True)
-                rate = nbytes / seconds(copy, device, inner=20) / 1e9
-                record.figure(
-                    f"copy {name}, {kind}, {nbytes / MIB:g} MiB",
-                    rate,
-                    "GB/s",
-                    predicted=predicted,
-                    limit=PCIE_GB_PER_S,
-                )
-        if cuda:
-            _both_ways(record, device, nbytes)
+    nbytes = MIB if options.small else 64 * MIB
+    on_device = [torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
+    on_host = [torch.zeros(nbytes, dtype=torch.uint8, pin_memory=cuda) for _ in range(2)]
+    streams = [torch.cuda.Stream(device) if cuda else None for _ in range(2)]
 
-
-def _both_ways(record: Record, device: torch.device, nbytes: int) -> None:
-    on_host = [torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-    on_device = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
-    streams = [torch.cuda.Stream(device) for _ in range(2)]
-
-    def copy_both_ways() -> None:
+    def up() -> None:
         with torch.cuda.stream(streams[0]):
             on_device[0].copy_(on_host[0], non_blocking=True)
+
+    def down() -> None:
         with torch.cuda.stream(streams[1]):
             on_host[1].copy_(on_device[1], non_blocking=True)
 
-    rate = 2 * nbytes / seconds(copy_both_ways, device, inner=20) / 1e9
-    record.figure(
-        f"concurrent copies in both directions, page-locked, {nbytes / MIB:g} MiB",
-        rate,
-        "GB/s",
-        predicted=90,
-        limit=2 * PCIE_GB_PER_S,
-    )
+    def both() -> None:
+        up()
+        down()
 
+    def measure(note: str) -> None:
+        for name, action, moved in (("H2D", up, 1), ("D2H", down, 1), ("both directions", both, 2)):
+            rate = moved * nbytes / seconds(action, device, rounds=5, inner=20) / 1e9
+            record.figure(f"copy {name}{note}", rate, "GB/s")
 
-def engine_copies(record: Record, device: torch.device, small: bool) -> None:
-    """Measure the engine's copies of a chunk, and the fraction hidden by a matrix product."""
-    nbytes = MIB if small else 64 * MIB
-    hardware = Hardware(device)
-    host, copies = HostTier(2 * nbytes, 2 * nbytes, hardware.host_arena, poison=False), hardware.copies()
-    up, down = (Chunk("param16", index, nbytes // 2, "bfloat16", device) for index in range(2))
-    for chunk in (up, down):
-        host.allocate(chunk).zero_()
-        chunk.allocate_device()
-    size = 128 if small else 8192
+    measure("")
+    host, span = Kernels.best(HOST), benchmark_span(1 << (18 if options.small else 26))
+    with _repeated(lambda: host.update([span], ())) as repeated:
+        measure(", beside updates on the host")
+    rate = UPDATE_BYTES * span.numel * repeated.count / repeated.seconds / 1e9
+    record.figure("updates on the host, beside these copies", rate, "GB/s")
+    size = 128 if options.small else 8192
     matrix = torch.randn(size, size, device=device).bfloat16()
-    peak_tflops = 2 * size**3 / seconds(lambda: torch.mm(matrix, matrix), device, inner=4) / 1e12
-    record.figure(f"matrix product of {size}, bf16", peak_tflops, "TFLOP/s", predicted=700, limit=989)
+    product_s = seconds(lambda: torch.mm(matrix, matrix), device, rounds=5, inner=4)
+    record.figure(f"matrix product of {size}, bf16", 2 * size**3 / product_s / 1e12, "TFLOP/s")
 
-    def compute() -> None:
-        for _ in range(4):
-            torch.mm(matrix, matrix)
 
-    def copy_both(during=None) -> None:
-        transfers: list[Transfer] = [copies.up(up), copies.down(down)]
-        if during is not None:
-            during()
+class _repeated:
+    """Context in which another thread repeats an action."""
+
+    def __init__(self, action: Callable[[], object]) -> None:
+        self.count, self.seconds = 0, 0.0
+        self._action, self._stop = action, threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            self.seconds += once(self._action, HOST)
+            self.count += 1
+
+    def __enter__(self) -> "_repeated":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+def page_locking(record: Record, options: SimpleNamespace) -> None:
+    """Measure page-locking of host memory that was touched before, and that was not."""
+    nbytes = 16 * MIB if options.small else 4 * GIB
+    for touched in (False, True):
+        memory = torch.empty(nbytes, dtype=torch.uint8)
+        name = f"{nbytes / GIB:g} GiB, {'touched' if touched else 'not touched'} before"
+        if touched:
+            record.figure(f"first touch of {name}", once(partial(memory.fill_, 1), HOST), "s")
+        if options.device != "cpu":
+            _lock_and_unlock(record, name, memory, torch.device(options.device))
+
+
+def _lock_and_unlock(record: Record, name: str, memory: torch.Tensor, device: torch.device) -> None:
+    cuda, locked = CudaAccelerator(device), []
+    duration_s = once(lambda: locked.append(cuda.page_lock(memory.data_ptr(), memory.numel())), HOST)
+    record.figure(f"page-locking {name}", duration_s, "s")
+    if locked[0] is not None:
+        record.figure(f"unlocking {name}", once(partial(cuda.page_unlock, locked[0]), HOST), "s")
+
+
+def disk(record: Record, options: SimpleNamespace) -> None:
+    """Measure the swap file in the output directory: writes, reads, and both at once."""
+    nbytes = 16 * MIB if options.small else 4 * GIB
+    file = SwapFile(Path(options.directory), nbytes)
+    record.fact("swap file", f"{file!r}, {'direct' if file.direct else 'buffered'} I/O")
+    start, pool = file.reserve(nbytes, "measurement"), WorkerPool(4, "disk")
+    offsets = range(start, start + nbytes, PAGE_BYTES)
+
+    def move(transfer: Callable[..., None], offset: int, stage: torch.Tensor) -> None:
+        transfer(offset, memoryview(stage.numpy()), PAGE_BYTES, "page")
+
+    def run(*works: tuple[Callable[..., None], range]) -> None:
+        transfers = [
+            pool.submit([partial(move, transfer, offset) for offset in part], "pages") for transfer, part in works
+        ]
         for transfer in transfers:
             transfer.wait()
 
-    alone = {
-        "H2D": seconds(lambda: copies.up(up).wait(), device),
-        "D2H": seconds(lambda: copies.down(down).wait(), device),
-    }
-    for name, duration_s in alone.items():
-        record.figure(
-            f"engine: chunk copy {name}, {nbytes / MIB:g} MiB",
-            nbytes / duration_s / 1e9,
-            "GB/s",
-            predicted=50,
-            limit=PCIE_GB_PER_S,
-        )
-    copy_s, compute_s, both_s = (
-        seconds(copy_both, device),
-        seconds(compute, device),
-        seconds(lambda: copy_both(compute), device),
-    )
-    hidden = (compute_s + copy_s - both_s) / min(copy_s, compute_s)
-    record.figure("copies hidden by a matrix product", hidden, "of 1", predicted=0.95, limit=1.0)
-    for chunk in (up, down):
-        chunk.free_device(poison=False)
-        host.free(chunk)
-        chunk.memory.close()
-    copies.close()
-    host.close()
-
-
-def bookkeeping(record: Record, device: torch.device, small: bool) -> None:
-    """Measure the engine's Python overhead per parameter, and one read of its memory meter."""
-    meter = Hardware(device).meter()
-    record.figure(
-        "one read of non-model data", 1e6 * seconds(lambda: meter.now(0), device, inner=50), "us", predicted=10
-    )
-    if device.type == "cuda":
-        duration_s = seconds(lambda: torch.cuda.memory_allocated(device), device, inner=50)
-        record.figure("torch.cuda.memory_allocated", 1e6 * duration_s, "us", predicted=60)
-    layers, width = (4, 32) if small else (64, 64)
-    x = torch.randn(8, width, device=device).bfloat16()
-
-    def build() -> nn.Module:
-        return nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
-
-    torch.manual_seed(0)
-    plain = build().to(device, torch.bfloat16)
-    steps: dict[str, object] = {"plain PyTorch": lambda: plain(x).float().pow(2).mean().backward()}
-    engines = []
-    all_bytes = 16 * layers * (width + 1) * width + 32 * MIB
-    for name, budget, chunk_bytes in (
-        ("engine, everything on the device", all_bytes, "auto"),
-        ("engine, every layer transferred", MIB, 2 * width * (width + 2)),
-    ):
-        config = ps.Config(device=str(device), device_memory=budget, chunk_size=chunk_bytes)
-        # NoMeter: workspaces alone exceed the second budget, and are not measured here.
-        engine = Engine(build, config, meter=NoMeter())
-        engines.append(engine)
-
-        def step(engine: Engine = engine) -> None:
-            engine.backward(engine(x).float().pow(2).mean())
-            engine.optimizer.zero_grad()
-
-        for _ in range(2):  # the two traced iterations
-            step()
-            engine.optimizer.step()
-        steps[name] = step
-    predicted = {"plain PyTorch": 30, "engine, everything on the device": 60, "engine, every layer transferred": 250}
-    for name, action in steps.items():
-        duration_us = 1e6 * seconds(action, device, rounds=5, inner=2) / layers
-        record.figure(f"forward and backward of a small linear, {name}", duration_us, "us", predicted=predicted[name])
-    for engine in engines:
-        engine.close()
-    weight = torch.randn(width, width, device=device).bfloat16()
-    duration_us = 1e6 * seconds(lambda: F.linear(x, weight), device, inner=100)
-    record.figure("F.linear alone, without grad", duration_us, "us", predicted=8)
-
-
-def updates(record: Record, device: torch.device, small: bool) -> None:
-    """Measure Adam on host and device: launch time of a small parameter, bandwidth of a large one."""
-    host = Kernels.best(torch.device("cpu"))
-    numel = 100_000 if small else 64_000_000
-    span = benchmark_span(numel)
-    rate = 28 * numel / seconds(lambda: host.update([span], ()), torch.device("cpu")) / 1e9
-    target, source = torch.zeros(numel), torch.zeros(numel)
-    copy = 8 * numel / seconds(lambda: target.copy_(source), torch.device("cpu")) / 1e9
-    record.figure(
-        "update on the host, 28 bytes per parameter", rate, "GB/s", predicted=100, limit=copy, note="limit: copies"
-    )
-    kernels = Kernels.best(device)
-    for label, numel in (
-        ("launch of an update of 4096 elements", 4096),
-        ("update on the device", 1 << 20 if small else 1 << 28),
-    ):
-        param, master, *moments = (
-            torch.zeros(numel, dtype=dtype, device=device) for dtype in (torch.bfloat16, *3 * (torch.float32,))
-        )
-        rule = AdamRule(1e-3, 0.9, 0.999, 1e-8, 0.01, decoupled=True, step=1)
-        span = Span(param, Gradient(param), master, tuple(moments), rule)
-        duration_s = seconds(lambda span=span: kernels.update([span], ()), device, inner=20 if numel == 4096 else 1)
-        if numel == 4096:
-            record.figure(label, 1e6 * duration_s, "us", predicted=40)
-        else:
-            record.figure(label, 28 * numel / duration_s / 1e9, "GB/s", predicted=2600, limit=3350)
-
-
-def registration(record: Record, device: torch.device, small: bool) -> None:
-    """Measure page-locking of host memory: alone, with and without touching it first, and the engine's host arena."""
-    import psutil
-
-    available = psutil.virtual_memory().available
-    sizes = (
-        (16 * MIB,) if small else tuple(size for size in (GIB, 8 * GIB, 32 * GIB, 96 * GIB) if size < 0.8 * available)
-    )
-    for nbytes in sizes:
-        name = f"{nbytes / GIB:g} GiB"
-        if device.type == "cuda":
-            for touched in (False, True):
-                _register(record, name, nbytes, touched)
-        arenas: list[HostArena] = []
-        try:
-            duration_s = once(
-                lambda arenas=arenas, nbytes=nbytes: arenas.append(Hardware(device).host_arena(nbytes)), device
-            )
-        except BudgetError as error:
-            record.figure(f"engine: host arena of {name}", None, "s", note=str(error)[:300])
-            continue
-        record.figure(f"engine: host arena of {name}", duration_s, "s", predicted=0.1 * nbytes / GIB)
-        arenas.pop().close()
-
-
-def _register(record: Record, name: str, nbytes: int, touched: bool) -> None:
-    memory = torch.empty(nbytes, dtype=torch.uint8)
-    device = torch.device("cpu")
-    if touched:
-        duration_s = once(memory.zero_, device)
-        record.figure(f"first touch of {name}", duration_s, "s", predicted=0.05 * nbytes / GIB)
-    label = f"cudaHostRegister of {name}, {'touched before' if touched else 'not touched before'}"
-    cuda, locked = CudaAccelerator(torch.device("cuda")), []
-    try:
-        duration_s = once(lambda: locked.extend(cuda.page_lock(memory.data_ptr(), nbytes)), device)
-    except BudgetError as error:
-        record.figure(label, None, "s", note=str(error)[:300])
-        return
-    record.figure(label, duration_s, "s", predicted=(0.03 if touched else 0.1) * nbytes / GIB)
-    cuda.page_unlock(locked)
+    half = len(offsets) // 2
+    for name, works in {
+        "written": [(file.write, offsets)],
+        "read": [(file.read, offsets)],
+        "written and read at once": [(file.write, offsets[:half]), (file.read, offsets[half:])],
+    }.items():
+        duration_s = once(lambda works=works: run(*works), HOST)
+        record.figure(f"{nbytes / GIB:g} GiB {name}, 4 threads", nbytes / duration_s / 1e9, "GB/s")
+    pool.close()
+    file.close()

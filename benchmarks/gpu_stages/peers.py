@@ -20,11 +20,16 @@ Step = Callable[[torch.Tensor], torch.Tensor]
 StepAndClose = tuple[Step, Callable[[], None]]
 
 
+def sum_of(losses: list[torch.Tensor]) -> torch.Tensor:
+    """Return the loss of a step from those of its backwards."""
+    return torch.stack(losses).float().sum()
+
+
 def no_close() -> None:
     """Do nothing: there is nothing to close."""
 
 
-def plain(run: "Run", result: dict[str, Any]) -> StepAndClose:
+def plain(run: "Run") -> StepAndClose:
     """Return a step of plain PyTorch in the same mixed precision, with its fused AdamW over fp32 master parameters."""
     options = ps.AdamW()
     fused = partial(torch.optim.AdamW, lr=options.lr, weight_decay=options.weight_decay, fused=True)
@@ -32,11 +37,16 @@ def plain(run: "Run", result: dict[str, Any]) -> StepAndClose:
     trainer = ReferenceTrainer(model, ps.Config(device=run.device, optimizer=fused))
 
     def step(ids: torch.Tensor) -> torch.Tensor:
-        loss = trainer(input_ids=ids, labels=ids).loss
-        trainer.backward(loss)
+        losses = []
+        for part in (parts := ids.chunk(run.parts)):
+            loss = trainer(input_ids=part, labels=part).loss / len(parts)
+            trainer.backward(loss)
+            losses.append(loss.detach())
+        # PyTorch's own: the reference's is exact, and waits for every parameter.
+        torch.nn.utils.clip_grad_norm_(list(trainer.masters.values()), run.max_norm)
         trainer.optimizer.step()
         trainer.optimizer.zero_grad()
-        return loss.detach()
+        return sum_of(losses)
 
     return step, no_close
 
@@ -47,7 +57,7 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     return list(body.layers if hasattr(body, "layers") else body.h)
 
 
-def fsdp2(run: "Run", result: dict[str, Any]) -> StepAndClose:
+def fsdp2(run: "Run") -> StepAndClose:
     """Return a step of FSDP2 on one device; on a GPU with fp32 parameters, gradients and states on the host."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -72,23 +82,29 @@ def fsdp2(run: "Run", result: dict[str, Any]) -> StepAndClose:
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=options.weight_decay, fused=True)
 
     def step(ids: torch.Tensor) -> torch.Tensor:
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
+        losses = []
+        for part in (parts := ids.chunk(run.parts)):
+            loss = model(input_ids=part, labels=part).loss / len(parts)
+            loss.backward()
+            losses.append(loss.detach())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), run.max_norm)
         optimizer.step()
         optimizer.zero_grad()
-        return loss.detach()
+        return sum_of(losses)
 
     return step, dist.destroy_process_group
 
 
-def deepspeed(run: "Run", result: dict[str, Any]) -> StepAndClose:
+def deepspeed(run: "Run") -> StepAndClose:
     """Return a step of DeepSpeed ZeRO-3 with parameters and optimizer on the host."""
     import deepspeed
 
     options = ps.AdamW()
     on_host = {"device": "cpu", "pin_memory": True}
     config = {
-        "train_micro_batch_size_per_gpu": run.batch,
+        "train_micro_batch_size_per_gpu": run.batch // run.parts,
+        "gradient_accumulation_steps": run.parts,
+        "gradient_clipping": run.max_norm,
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": options.lr, "weight_decay": options.weight_decay}},
         "zero_optimization": {"stage": 3, "offload_param": on_host, "offload_optimizer": on_host},
@@ -97,15 +113,18 @@ def deepspeed(run: "Run", result: dict[str, Any]) -> StepAndClose:
     trainer, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
 
     def step(ids: torch.Tensor) -> torch.Tensor:
-        loss = trainer(input_ids=ids, labels=ids).loss
-        trainer.backward(loss)
-        trainer.step()
-        return loss.detach()
+        losses = []
+        for part in (parts := ids.chunk(run.parts)):
+            loss = trainer(input_ids=part, labels=part).loss
+            trainer.backward(loss)
+            trainer.step()
+            losses.append(loss.detach() / len(parts))
+        return sum_of(losses)
 
     return step, no_close
 
 
-PEERS: dict[str, Callable[["Run", dict[str, Any]], StepAndClose]] = {
+PEERS: dict[str, Callable[["Run"], StepAndClose]] = {
     "plain": plain,
     "fsdp2": fsdp2,
     "deepspeed": deepspeed,

@@ -1,36 +1,24 @@
-"""Results of a stage: measurements with predictions, checks and facts."""
+"""Results of a program: measurements, checks and facts, each printed as a line that `turns` collects."""
 
 import json
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from typing import Any
+
+MARK = "@result "
+"""Begin of a line with a result."""
+READY = "@ready"
+"""Line of a program that has imported what it needs, and waits for its turn."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One measurement.
-
-    Args:
-        label: Name of the measured quantity.
-        measured: Its value; None if it could not be measured, for the reason in `note`.
-        unit: Unit of all three numbers.
-        predicted: Value predicted before the first run.
-        limit: Physical limit.
-        note: Method of measurement, or the reason that there is none.
-    """
+    """One measurement; `limit` is the machine's, in the same unit."""
 
     label: str
-    measured: float | None
+    measured: float
     unit: str
-    predicted: float | None = None
     limit: float | None = None
     note: str = ""
-
-    @property
-    def misses(self) -> bool:
-        """Return whether measurement and prediction differ by more than a factor of 1.5."""
-        if self.measured is None or not self.predicted:
-            return False
-        return not 2 / 3 <= self.measured / self.predicted <= 1.5
 
 
 @dataclass(frozen=True)
@@ -50,35 +38,23 @@ class Fact:
     text: str
 
 
-Entry = Figure | Check | Fact
+@dataclass(frozen=True)
+class End:
+    """End of a program; `problem` is empty if it succeeded."""
+
+    seconds: float
+    problem: str
+
+
+Entry = Figure | Check | Fact | End
 
 
 class Record:
-    """Results of one stage, written to a file one at a time, so that a killed stage keeps its results.
+    """Results of this program."""
 
-    Args:
-        path: The file.
-        predicting: Keep predictions and limits, which are for an H100.
-    """
-
-    def __init__(self, path: Path, *, predicting: bool = True) -> None:
-        self.path = path
-        self.predicting = predicting
-
-    def figure(
-        self,
-        label: str,
-        measured: float | None,
-        unit: str,
-        *,
-        predicted: float | None = None,
-        limit: float | None = None,
-        note: str = "",
-    ) -> None:
+    def figure(self, label: str, measured: float, unit: str, *, limit: float | None = None, note: str = "") -> None:
         """Add a measurement. See `Figure`."""
-        if not self.predicting:
-            predicted = limit = None
-        self._add(Figure(label, measured, unit, predicted, limit, note))
+        self._add(Figure(label, measured, unit, limit, note))
 
     def check(self, label: str, passed: bool, note: str = "") -> None:
         """Add a check."""
@@ -89,15 +65,15 @@ class Record:
         self._add(Fact(label, text))
 
     def _add(self, entry: Entry) -> None:
-        line = json.dumps({"kind": type(entry).__name__} | asdict(entry))
-        with self.path.open("a") as file:
-            file.write(line + "\n")
-        print(line, flush=True)
+        print(MARK + json.dumps(to_json(entry)), flush=True)
 
-    def read(self) -> list[Entry]:
-        """Return all results so far."""
-        kinds = {kind.__name__: kind for kind in (Figure, Check, Fact)}
-        if not self.path.exists():
-            return []
-        entries = [json.loads(line) for line in self.path.read_text().splitlines()]
-        return [kinds[values.pop("kind")](**values) for values in entries]
+
+def to_json(entry: Entry) -> dict[str, Any]:
+    """Return an entry as a JSON object."""
+    return {"kind": type(entry).__name__} | asdict(entry)
+
+
+def from_json(values: dict[str, Any]) -> Entry:
+    """Return the entry of a JSON object."""
+    kinds = {kind.__name__: kind for kind in (Figure, Check, Fact, End)}
+    return kinds[values["kind"]](**{name: value for name, value in values.items() if name not in ("kind", "program")})

@@ -1,75 +1,68 @@
-"""Stage that runs each file of tests/cuda in a separate process."""
+"""Files of tests/cuda, and the tiny model for the sanitizers."""
 
-import argparse
-import os
 import sys
-import tempfile
-import time
 from pathlib import Path
-from xml.etree import ElementTree
+from types import SimpleNamespace
 
-from gpu_stages.logged import run_logged
+import pytest
+import torch
+
+import patrickstar  # noqa: F401  before the program's turn
+from gpu_stages import tiny
 from gpu_stages.record import Record
+from patrickstar._memory.hardware import Hardware
 
 ROOT = Path(__file__).parents[2]
-MAX_FAILURES = 20
-LIMIT_S = 120
-"""Time limit of one file."""
+TEST_LIMIT_S = 60
+"""Seconds after which a test ends its process with the traces of all threads."""
 
 
-def run(record: Record, options: argparse.Namespace) -> None:
-    """Run every file of tests/cuda."""
-    run_files(record, options, {})
+class _Reporter:
+    """Plugin of pytest that prints a failure when it happens, and counts."""
+
+    def __init__(self, record: Record) -> None:
+        self.counts = dict.fromkeys(("passed", "failed", "skipped"), 0)
+        self.reasons: set[str] = set()
+        self._record = record
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            print(f"{report.nodeid}, {report.when}:\n{report.longreprtext}", flush=True)
+            lines = report.longreprtext.strip().splitlines()
+            errors = [line for line in lines if line.startswith("E ")]
+            self._record.check(report.nodeid, False, " / ".join(errors or lines[-1:])[:300])
+        if report.when == "call" or not report.passed:
+            self.counts[report.outcome] += 1
+        if report.skipped and isinstance(report.longrepr, tuple):
+            self.reasons.add(str(report.longrepr[2])[:120])
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            print(f"{report.nodeid} can't be collected:\n{report.longreprtext}", flush=True)
+            self._record.check(f"{report.nodeid} is collected", False, report.longreprtext[-300:])
 
 
-def run_blocking(record: Record, options: argparse.Namespace) -> None:
-    """Run every file with blocking launches, so that an error is raised by the operation that caused it."""
-    environment = {"CUDA_LAUNCH_BLOCKING": "1"}
-    if options.small:
-        file = ROOT / "tests" / "cuda" / "test_triton_cuda.py"
-        _run_pytest(record, file.name, [str(file)], environment)
-        return
-    run_files(record, options, environment)
-
-
-def run_files(record: Record, options: argparse.Namespace, environment: dict[str, str]) -> None:
-    """Run pytest over each file; one check per file, and one more per test that failed."""
-    files = sorted((ROOT / "tests" / "cuda").glob("test_*.py"))
-    assert files, "tests/cuda has no tests"
-    if options.small:
-        # Smoke test: all tests can be collected.
-        _run_pytest(record, "tests/cuda, collected", [*map(str, files), "--collect-only"], environment)
-        return
-    for file in files:
-        _run_pytest(record, file.name, [str(file)], environment)
-
-
-def _run_pytest(record: Record, label: str, arguments: list[str], environment: dict[str, str]) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
-        start = time.perf_counter()
-        command = [
-            *(sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-W", "default", "--tb=short", "-rN"),
-            *("-o", "faulthandler_timeout=60", f"--maxfail={MAX_FAILURES}", f"--junit-xml={report}", *arguments),
-        ]
-        done = run_logged(command, os.environ | environment, limit_s=LIMIT_S, cwd=str(ROOT))
-        duration_s = time.perf_counter() - start
-        if not report.exists():
-            record.check(label, False, f"{done.problem or 'no report'}: {_last_line(done.text)}")
-            return
-        suite = ElementTree.parse(report).getroot()
-    cases = list(suite.iter("testcase"))
-    bad = [(case, fault) for case in cases for fault in (*case.findall("failure"), *case.findall("error"))]
-    skipped = [fault for case in cases for fault in case.findall("skipped")]
-    passed = len(cases) - len(bad) - len(skipped)
-    note = f"{passed} passed, {len(bad)} failed, {len(skipped)} skipped in {duration_s:.0f} s"
-    reasons = sorted({(fault.get("message") or "")[:120] for fault in skipped})
+def run(record: Record, options: SimpleNamespace) -> None:
+    """Run files of tests/cuda, with further `arguments` of pytest."""
+    reporter = _Reporter(record)
+    files = [str(ROOT / "tests" / "cuda" / name) for name in options.files]
+    code = pytest.main(
+        [
+            *("-q", "-p", "no:cacheprovider", "-p", "no:terminalreporter", "-W", "default", "--rootdir", str(ROOT)),
+            *("-o", f"faulthandler_timeout={TEST_LIMIT_S}", "-o", "faulthandler_exit_on_timeout=true"),
+            *(*options.arguments, *files),
+        ],
+        plugins=[reporter],
+    )
+    text = ", ".join(f"{count} {outcome}" for outcome, count in reporter.counts.items())
     # Exit code 5: no tests were collected.
-    record.check(label, not bad and done.returncode in (0, 5), "; ".join([note, *reasons]))
-    for case, fault in bad:
-        record.check(f"{label}: {case.get('name')}", False, (fault.get("message") or "")[:300])
+    passed = code in (0, 5) and not reporter.counts["failed"]
+    record.check(", ".join(options.files), passed, "; ".join([text, *sorted(reporter.reasons)]))
+    sys.exit(int(not passed))
 
 
-def _last_line(text: str) -> str:
-    lines = text.strip().splitlines()
-    return lines[-1][:300] if lines else "no output"
+def train_tiny(record: Record, options: SimpleNamespace) -> None:
+    """Train the tiny model, whose chunks move in every step, and compare it with plain PyTorch."""
+    torch.use_deterministic_algorithms(True)
+    tiny.compare(options.device, Hardware(torch.device(options.device)))
+    record.check("the tiny model is exact", True)

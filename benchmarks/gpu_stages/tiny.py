@@ -46,11 +46,3 @@ def compare(device: str, hardware: Hardware) -> None:
     testing.assert_same_bits(expected, actual, "losses")
     testing.assert_same_bits(reference.state_dict(), engine.state_dict(), "parameters")
     engine.close()
-
-
-if __name__ == "__main__":
-    import sys
-
-    torch.use_deterministic_algorithms(True)
-    compare(sys.argv[1], Hardware(torch.device(sys.argv[1])))
-    print("every step was exact")

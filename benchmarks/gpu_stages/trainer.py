@@ -1,27 +1,25 @@
-"""Train one model with one trainer in this process and print the results as one line of JSON.
+"""Train one model with one trainer, and record seconds, losses and memory."""
 
-python -m gpu_stages.trainer '{"trainer": "engine", "model": "tiny", "device": "cpu", ...}', in benchmarks/
-"""
-
-import json
-import sys
 import time
-from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from types import SimpleNamespace
 
 import torch
+from transformers import GPT2LMHeadModel, LlamaForCausalLM  # noqa: F401  before the program's turn
 
 import patrickstar as ps
-from gpu_stages.peers import PEERS, Step
+from gpu_stages.peers import PEERS, StepAndClose, sum_of
+from gpu_stages.record import Record
 from gpu_stages.shapes import build_on_meta, pattern
-from gpu_stages.step_profile import profile_step
 from gpu_stages.timing import synchronize
-from gpu_stages.training import RESULT
+from patrickstar._engine.engine import Engine
 
-WARM_UP_STEPS = 3
-"""Traced iteration, iteration that verifies the trace, first planned iteration."""
+WARM_UP_STEPS = {"engine": 4}
+"""Traced iteration, iteration that verifies the trace, first planned iteration, first speculation. Others take two."""
+RECORDED_STEPS = 2
+GIB = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -34,12 +32,13 @@ class Run:
         device: "cuda" or "cpu".
         batch: Samples per step.
         sequence: Tokens per sample.
+        parts: Number of backwards that a step's batch is divided among; it divides `batch`.
         steps: Number of timed steps.
+        max_norm: Limit of the gradients' norm.
         checkpointing: Use activation checkpointing.
         device_memory: Device budget of the engine in bytes; by default the memory of the device.
-        update: Update in backward (engine only).
-        deterministic: Use PyTorch's deterministic kernels.
-        plan: Predict the step with `engine.plan` first.
+        host_memory: Host budget of the engine in bytes.
+        log: File of the recorded steps (engine only).
     """
 
     trainer: str
@@ -47,83 +46,98 @@ class Run:
     device: str
     batch: int
     sequence: int
-    steps: int = 5
-    checkpointing: bool = False
+    parts: int = 1
+    steps: int = 3
+    max_norm: float = 1.0
+    checkpointing: bool = True
     device_memory: int | None = None
-    update: bool = False
-    deterministic: bool = False
-    plan: bool = False
+    host_memory: int | None = None
+    log: str = ""
 
 
-def engine(run: Run, result: dict[str, Any]) -> tuple[Step, Callable[[], None]]:
-    """Return a step function of this library's engine and its close function."""
-    config = ps.Config(device=run.device, device_memory=run.device_memory)
+def train(record: Record, options: SimpleNamespace) -> None:
+    """Train; the options are those of `Run`."""
+    run = Run(**vars(options))
+    device = torch.device(run.device)
+    start = time.perf_counter()
+    engine = build_engine(run) if run.trainer == "engine" else None
+    step, close = PEERS[run.trainer](run) if engine is None else step_of(engine, run)
+    record.figure("model build", time.perf_counter() - start, "s")
+    ids, losses = tokens(run, device), []
+
+    def timed(count: int) -> list[float]:
+        times = []
+        for _ in range(count):
+            synchronize(device)
+            start = time.perf_counter()
+            losses.append(step(ids).item())
+            synchronize(device)
+            times.append(time.perf_counter() - start)
+            print(f"step of {times[-1]:.3f} s, loss {losses[-1]:.6f}", flush=True)
+        return times
+
+    first_s, *_ = timed(WARM_UP_STEPS.get(run.trainer, 2))
+    record.figure("first step", first_s, "s")
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    step_s = median(timed(run.steps))
+    record.figure("step", step_s, "s")
+    record.figure("tokens per second", run.batch * run.sequence / step_s, "1/s")
+    record.fact("losses", ", ".join(f"{loss:.6f}" for loss in losses))
+    limit = None if run.device_memory is None else run.device_memory / GIB
+    if device.type == "cuda":
+        stats = torch.cuda.memory_stats()
+        for name in ("allocated", "reserved"):
+            record.figure(f"peak {name}", stats[f"{name}_bytes.all.peak"] / GIB, "GiB", limit=limit)
+        record.figure("allocator retries", stats["num_alloc_retries"], "")
+    if engine is not None:
+        describe(engine, record)
+        part = ids.chunk(run.parts)[0]
+        with engine.record(run.log) if run.log else nullcontext():
+            timed(RECORDED_STEPS)
+        report = engine.plan(input_ids=part, labels=part)
+        predicted = {"predicted step": report.seconds, "bound of the plan": report.bound_s}
+        for name, seconds in predicted.items():
+            record.figure(name, seconds, "s", note="one backward" if run.parts > 1 else "")
+    close()
+
+
+def build_engine(run: Run) -> Engine:
+    """Return this library's engine."""
+    config = ps.Config(device=run.device, device_memory=run.device_memory, host_memory=run.host_memory)
     model = build_on_meta(run.model, run.checkpointing)
-    trainer, optimizer = ps.initialize(model, config, weights=lambda name: pattern(model, name))
-    result["parameters"] = trainer.layout.numel
-    result["device_memory"] = trainer.device_budget_bytes
+    return ps.initialize(model, config, weights=lambda name: pattern(model, name))[0]
+
+
+def step_of(engine: Engine, run: Run) -> StepAndClose:
+    """Return a step function of an engine and its close function."""
 
     def step(ids: torch.Tensor) -> torch.Tensor:
-        loss = trainer(input_ids=ids, labels=ids).loss
-        trainer.backward(loss, update=run.update)
-        optimizer.step()
-        optimizer.zero_grad()
-        last = trainer.stats.last
-        result["moved"] = last.h2d_bytes + last.d2h_bytes
-        result["stall_s"] = last.stall_s
-        result["memory_retries"] = last.memory_retries
-        result["non_model"] = last.device_peak_non_model_bytes
-        return loss.detach()
+        losses, parts = [], ids.chunk(run.parts)
+        for number, part in enumerate(parts):
+            loss = engine(input_ids=part, labels=part).loss / len(parts)
+            engine.backward(loss, accumulate=number + 1 < len(parts))
+            losses.append(loss.detach())
+        engine.clip_grad_norm_(run.max_norm)
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+        return sum_of(losses)
 
-    if run.plan:
-        ids = tokens(run, trainer.device)
-        report = trainer.plan(input_ids=ids, labels=ids)
-        result["predicted_s"] = report.seconds
-        result["predicted_compute_s"] = report.compute_s
-    return step, trainer.close
+    return step, engine.close
+
+
+def describe(engine: Engine, record: Record) -> None:
+    """Record what the last step's statistics and the layout say."""
+    last = engine.stats.last
+    record.figure("parameters", engine.layout.numel / 1e9, "1e9")
+    for name in ("h2d_bytes", "d2h_bytes", "device_peak_non_model_bytes", "host_peak_model_bytes"):
+        record.figure(name.removesuffix("_bytes"), getattr(last, name) / GIB, "GiB")
+    record.figure("host waits", last.stall_s, "s")
+    record.figure("early updates confirmed", last.speculation_hits, f"of {last.speculated}")
+    record.figure("retries of the engine", last.memory_retries, "")
 
 
 def tokens(run: Run, device: torch.device) -> torch.Tensor:
     """Return random token ids, the same for every trainer."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(0, 256, (run.batch, run.sequence), generator=generator).to(device)
-
-
-def main(run: Run) -> dict[str, Any]:
-    """Train and return the results."""
-    device = torch.device(run.device)
-    if run.deterministic:
-        torch.use_deterministic_algorithms(True)
-    result: dict[str, Any] = {}
-    start = time.perf_counter()
-    make = engine if run.trainer == "engine" else PEERS[run.trainer]
-    step, close = make(run, result)
-    result["build_s"] = time.perf_counter() - start
-    ids = tokens(run, device)
-    losses, times = [], []
-    for number in range(WARM_UP_STEPS + run.steps):
-        if number == WARM_UP_STEPS and device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        synchronize(device)
-        start = time.perf_counter()
-        losses.append(step(ids).float().item())
-        synchronize(device)
-        times.append(time.perf_counter() - start)
-        print(f"step {number}: {times[-1]:.3f} s, loss {losses[-1]:.6f}", flush=True)
-    result |= {"losses": losses, "first_s": times[0], "step_s": median(times[WARM_UP_STEPS:])}
-    if device.type == "cuda":
-        stats = torch.cuda.memory_stats()
-        result |= {
-            "allocated": stats["allocated_bytes.all.peak"],
-            "reserved": stats["reserved_bytes.all.peak"],
-            "inactive_split": stats["inactive_split_bytes.all.peak"],
-            "alloc_retries": stats["num_alloc_retries"],
-        }
-    result |= profile_step(lambda: step(ids), device)
-    close()
-    return result
-
-
-if __name__ == "__main__":
-    result = main(Run(**json.loads(sys.argv[1])))
-    print(f"{RESULT}{json.dumps(result)}", flush=True)

@@ -1,13 +1,18 @@
 """Machine, package versions, `patrickstar doctor`, and memory that CUDA uses outside PyTorch's allocator."""
 
-import argparse
 import importlib.metadata
 import os
 import platform
 import shutil
 import subprocess
+from types import SimpleNamespace
+
+import torch
 
 from gpu_stages.record import Record
+from patrickstar._cli.doctor import examine
+from patrickstar._kernels.cpp_backend import CppBackend
+from patrickstar._memory.hardware import Hardware
 
 PACKAGES = (
     *("torch", "triton", "numpy", "psutil", "pydantic", "scipy", "xxhash", "transformers", "accelerate", "safetensors"),
@@ -15,15 +20,9 @@ PACKAGES = (
 )
 
 
-def run(record: Record, options: argparse.Namespace) -> None:
+def run(record: Record, options: SimpleNamespace) -> None:
     """Record the machine and package versions."""
-    import torch
-
-    from patrickstar._cli.doctor import examine
-    from patrickstar._memory.machine_name import machine_name
-
     device = torch.device(options.device)
-    record.fact("machine", machine_name(device))
     record.fact("Python", f"{platform.python_version()} on {platform.platform()}")
     record.fact("processors", f"{os.cpu_count()}, {torch.get_num_threads()} threads of PyTorch")
     for name in PACKAGES:
@@ -31,45 +30,27 @@ def run(record: Record, options: argparse.Namespace) -> None:
             record.fact(name, importlib.metadata.version(name))
         except importlib.metadata.PackageNotFoundError:
             record.fact(name, "not installed")
+    record.check("the C++ kernel is installed", CppBackend.find() is not None)
     if device.type == "cuda":
         _gpu(record, device)
     for finding in examine(trial_numel=100_000 if options.small else 16_000_000):
         advice = f" -> {finding.advice}" if finding.advice else ""
         record.fact(f"doctor: {finding.name}", finding.text + advice)
-    from patrickstar._kernels.cpp_backend import CppBackend
-
-    record.check("the C++ kernel is installed", CppBackend.find() is not None)
 
 
-def _gpu(record: Record, device) -> None:
-    import torch
-
-    from patrickstar._memory.hardware import Hardware
-
+def _gpu(record: Record, device: torch.device) -> None:
     if (tool := shutil.which("nvidia-smi")) is not None:
         query = [tool, "--query-gpu=name,driver_version,memory.total,pcie.link.gen.max,pcie.link.width.max"]
         done = subprocess.run([*query, "--format=csv,noheader"], stdout=subprocess.PIPE, text=True, timeout=60)
         record.fact("nvidia-smi", done.stdout.strip())
     record.fact("CUDA", f"{torch.version.cuda}, capability {torch.cuda.get_device_capability(device)}")
     before, total = torch.cuda.mem_get_info(device)
-    record.figure("device memory", total / 2**30, "GiB", predicted=79.1)
-    record.figure(
-        "context",
-        (total - before) / 2**20,
-        "MiB",
-        predicted=530,
-        note="before the first allocation, all processes",
-    )
+    record.figure("device memory", total / 2**30, "GiB")
+    record.figure("context", (total - before) / 2**20, "MiB", note="before the first allocation, all processes")
     Hardware(device).library_bytes(torch.bfloat16)
     torch.cuda.synchronize()
     after, _ = torch.cuda.mem_get_info(device)
     held, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
-    record.figure(
-        "workspaces",
-        held / 2**20,
-        "MiB",
-        predicted=64,
-        note="cuBLAS of two threads, in the allocator, after a linear forward and backward",
-    )
+    record.figure("workspaces", held / 2**20, "MiB", note="in the allocator, after a linear forward and backward")
     outside = before - after - reserved
-    record.figure("libraries", outside / 2**20, "MiB", predicted=250, note="handles and kernels outside the allocator")
+    record.figure("libraries", outside / 2**20, "MiB", note="handles and kernels outside the allocator")

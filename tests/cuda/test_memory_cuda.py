@@ -105,25 +105,33 @@ def test_out_of_memory_for_a_chunk_leaks_nothing():
     engine.close()
 
 
-def test_host_memory_that_cannot_be_locked_is_a_budget_error_and_later_calls_succeed():
+def test_host_memory_that_cannot_be_locked_is_used_with_a_warning_and_later_calls_succeed():
     """The address range of a locked arena cannot be locked again."""
     device = CudaAccelerator(DEVICE)
     arena = HostArena(1 << 20, device)
-    with pytest.raises(BudgetError, match=r"can't page-lock 1048576 bytes"):
-        device.lock(arena.memory.data_ptr(), arena.nbytes)
+    assert arena.page_locked
+    with pytest.warns(UserWarning, match=r"can't page-lock 1048576 bytes"):
+        assert device.page_lock(arena.memory.data_ptr(), arena.nbytes) is None
     assert torch.ones(3, device=DEVICE).sum().item() == 3
     arena.close()
-    again = device.lock(arena.memory.data_ptr(), arena.nbytes)
-    device.unlock(again)
+    assert_can_be_locked(device, arena.memory)
 
 
 def test_an_arena_that_is_not_closed_can_be_locked_again():
     device = CudaAccelerator(DEVICE)
     arena = HostArena(1 << 20, device)
+    assert arena.page_locked
     memory = arena.memory
     del arena
     gc.collect()
-    device.unlock(device.lock(memory.data_ptr(), memory.numel()))
+    assert_can_be_locked(device, memory)
+
+
+def assert_can_be_locked(device: CudaAccelerator, memory: torch.Tensor) -> None:
+    """Assert that host memory is not locked: it can be, once."""
+    locked = device.page_lock(memory.data_ptr(), memory.numel())
+    assert locked == [memory.data_ptr()]
+    device.page_unlock(locked)
 
 
 EXPANDABLE = """

@@ -83,7 +83,8 @@ def test_bytes_are_those_of_the_statistics(recorded, step):
     """Updates on the host copy gradients and parameters without works of their own.
 
     On a CPU their kernel reads and writes both in place. Beside an accelerator a worker thread copies gradients to the
-    host, and parameters back if they stay on the device; others are copied there when they are fetched.
+    host, and parameters back if they stay on the device; others are copied there when they are fetched. If all stay
+    there, these are all copies of a step.
 
     With a disk, chunks are also read from it to the device, and written from there, which counts as a copy, too. Pages
     in flight at the end of the step belong to no record.
@@ -92,7 +93,8 @@ def test_bytes_are_those_of_the_statistics(recorded, step):
     rest = {channel: getattr(stats, name) - moved[channel] for channel, name in COPIES.items()}
     parameter_bytes = sum(nbytes for kind, _, nbytes in recorded.run.description["chunks"] if kind == "param16")
     if recorded.tier == "host":
-        assert all(moved[channel] > 0 for channel in COPIES)
+        assert all(getattr(stats, name) > 0 for name in COPIES.values())
+        assert HAS_ACCELERATOR or all(moved[channel] > 0 for channel in COPIES)
         assert 0 <= rest[Channel.TO_DEVICE] <= rest[Channel.TO_HOST] <= parameter_bytes, rest
         assert HAS_ACCELERATOR or rest[Channel.TO_DEVICE] == rest[Channel.TO_HOST]
     else:

@@ -114,7 +114,10 @@ def test_a_process_may_end_without_closing_its_engine(tmp_path, disk):
 
 @pytest.mark.skipif(not ON_GPU, reason="streams need a GPU")
 def test_a_copy_runs_on_its_own_stream_and_computation_waits_for_it_on_the_gpu():
-    """Each copy starts 50 ms after it was issued."""
+    """Each copy starts 50 ms after it was issued.
+
+    Every kernel runs once before: the driver loads it at its first launch, and may wait for the device meanwhile.
+    """
     device = torch.device("cuda")
     hardware = Hardware(device)
     host, copies = HostTier(1 << 26, 1 << 26, hardware.host_arena, poison=False), hardware.copies()
@@ -122,7 +125,11 @@ def test_a_copy_runs_on_its_own_stream_and_computation_waits_for_it_on_the_gpu()
     host.allocate(chunk).fill_(3.0)
     chunk.host_valid = True
     chunk.allocate_device()
+    chunk.on_device(chunk.whole).fill_(3.0)
+    assert bool((chunk.on_device(chunk.whole) == 3).all())
     chunk.on_device(chunk.whole).fill_(7.0)
+    torch.cuda._sleep(1)
+    torch.cuda.synchronize()
     with copies.accelerator.use(copies.up_stream, after_current=False):
         torch.cuda._sleep(CYCLES)
     transfer = copies.up(chunk)

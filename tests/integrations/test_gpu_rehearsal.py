@@ -1,51 +1,107 @@
-"""`make gpu DEVICE=cpu`: small versions of all stages of the GPU run."""
+"""`make gpu DEVICE=cpu`: the calls of the GPU run at a small size, and how programs take turns."""
 
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
+import pytest
+from gpu_stages.record import Check, End, Fact, Figure
+from gpu_stages.results import Results
+from gpu_stages.turns import Program, run_turns
 from sampling import nightly
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "gpu.py"
-NIGHTLY = ("tests", "bits", "sanitizer", "resident", "large", "blocking")
-"""Stages of `make nightly` only: they run tests that `make test` runs too, or the code of the others."""
+CALLS = "tests", "steps", "micro"
+PATHS = os.pathsep.join(map(str, (ROOT / "benchmarks", Path(__file__).parent)))
 
 
 def run(*arguments):
     return subprocess.run([sys.executable, SCRIPT, *arguments], cwd=ROOT, capture_output=True, text=True)
 
 
-def stages():
-    return [line.split()[0] for line in run("--list").stdout.splitlines()]
+def collect(turns, limit_s=60.0):
+    """Run turns; return their entries by program, in order."""
+    found = {}
+    environment = os.environ | {"PYTHONPATH": PATHS, "PYTHONUNBUFFERED": "1"}
+    run_turns(turns, environment, limit_s, lambda name, entry: found.setdefault(name, []).append(entry))
+    return found
 
 
-def test_stages_run_and_write_their_results(tmp_path):
-    names = [name for name in stages() if nightly() or name not in NIGHTLY]
-    done = run(*names, "--device", "cpu", "--output", str(tmp_path))
+def program(name, function, limit_s=60.0, **more):
+    return Program(name, f"gpu_programs:{function}", limit_s, **more)
+
+
+@pytest.mark.parametrize("call", CALLS if nightly() else ["steps"])
+def test_a_call_runs_writes_its_results_and_is_resumed(tmp_path, call):
+    done = run(call, "--device", "cpu", "--output", str(tmp_path))
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
-        ["gpu-cpu.md", *(f"gpu_{name}-cpu.md" for name in names)]
-    )
-    summary = (tmp_path / "gpu-cpu.md").read_text()
-    for name in names:
-        text = (tmp_path / f"gpu_{name}-cpu.md").read_text()
-        (result,) = [line for line in text.splitlines() if line.startswith("Result: ")]
-        assert result.startswith("Result: ran in") and " 0 failed;" in result, text
-        assert f"| {name} | {result.removeprefix('Result: ')} |" in summary
-        assert "Machine: " in text and text.count("\n| ") > 1, f"{name} found nothing:\n{text}"
+    text = (tmp_path / f"gpu-{call}-cpu.md").read_text()
+    first, *lines = [json.loads(line) for line in (tmp_path / f"gpu-{call}-cpu.jsonl").read_text().splitlines()]
+    assert first["machine"] in text and "FAILED" not in text
+    ends = {line["program"]: line for line in lines if line["kind"] == "End"}
+    assert ends and not any(end["problem"] for end in ends.values())
+    assert all(f"| {name} | {end['seconds']:.0f} |" in done.stdout for name, end in ends.items())
+    if call == "steps":
+        logs = list(tmp_path.glob("gpu-steps-3b-*.jsonl"))
+        assert logs and all(log.read_text().count('"kind": "timeline"') == 2 for log in logs)
+    again = run(call, "--device", "cpu", "--output", str(tmp_path))
+    assert again.returncode == 0 and "@result" not in again.stdout, "a program that has passed ran again"
+    assert text == (tmp_path / f"gpu-{call}-cpu.md").read_text()
 
 
-def test_a_stage_that_exceeds_its_time_limit_is_reported_as_failed(tmp_path):
-    done = run("versions", "micro", "--device", "cpu", "--minutes", "0.002", "--output", str(tmp_path))
-    assert done.returncode == 1
-    assert "FAILED: ended at its limit of 0.1" in (tmp_path / "gpu_versions-cpu.md").read_text()
-    assert "FAILED: no time left" in (tmp_path / "gpu_micro-cpu.md").read_text()
+def test_a_turn_begins_when_the_last_one_has_ended():
+    names = ["first", "beside it"], ["second"]
+    turns = [[program(name, "note_time", options={"sleep_s": 0.5}) for name in turn] for turn in names]
+    found = collect(turns)
+    begin, end = ({name: entries[n].measured for name, entries in found.items()} for n in (0, 1))
+    assert begin["second"] >= max(end["first"], end["beside it"])
+    assert max(begin["first"], begin["beside it"]) < min(end["first"], end["beside it"])
+    assert all(entries[-1].problem == "" for entries in found.values())
+
+
+def test_a_failure_is_printed_when_it_happens_and_costs_no_other_program(capfd):
+    found = collect([[program("bad", "fail")], [program("good", "note_time", options={"sleep_s": 0})]])
+    assert found["bad"][0] == Check("before the failure", True) and found["bad"][1].problem == "exit code 1"
+    assert found["good"][-1].problem == ""
+    printed = capfd.readouterr().out
+    assert printed.index("[bad] RuntimeError: made to fail") < printed.index("[good]")
+
+
+def test_a_program_without_its_turn_in_time_has_no_result():
+    found = collect([[program("hangs", "hang", limit_s=1000)], [program("late", "fail")]], limit_s=3)
+    pid, end = found["hangs"]
+    assert end.problem.startswith("killed at its limit of ")
+    assert not psutil.pid_exists(pid.measured) or psutil.Process(int(pid.measured)).status() == psutil.STATUS_ZOMBIE
+    assert found["late"] == [End(0.0, "no time left")]
+
+
+def test_a_program_whose_package_is_missing_is_left_out():
+    found = collect([[program("missing", "fail", imports=["no_such_package"])]])
+    assert found["missing"] == [Fact("left out", "no_such_package is not installed"), End(pytest.approx(0, abs=60), "")]
+
+
+def test_only_what_has_passed_is_kept(tmp_path):
+    path = tmp_path / "results.jsonl"
+    results = Results(path, "a machine", "title")
+    for name, check, problem in (("good", True, ""), ("wrong", False, ""), ("killed", True, "killed")):
+        results.add(name, Figure("step", 2.0, "s"))
+        results.add(name, Check("check", check))
+        results.add(name, End(1.0, problem))
+    results.add("cut off", Figure("step", 1.0, "s"))
+    again = Results(path, "a machine", "title")
+    assert [name for name in ("good", "wrong", "killed", "cut off") if again.passed(name)] == ["good"]
+    again.write()
+    assert "| good | 1 | passed, 2.000 s per step |" in path.with_suffix(".md").read_text()
+    assert "killed" not in path.read_text()
 
 
 def test_invalid_arguments_are_rejected():
     for arguments, message in (
-        (["tets"], "unknown stage 'tets': the stages are versions, tests"),
+        (["tets"], "unknown call 'tets': the calls are tests, steps, micro"),
         (["--minutes", "0"], "--minutes must be more than 0"),
         (["--device", "tpu"], "--device must be cuda or cpu, not 'tpu'"),
     ):

@@ -1,6 +1,8 @@
 """Law: updates that backward starts before the step has decided never change a bit, whatever the step decides."""
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -10,7 +12,7 @@ import speculation_cases as cases
 import strict_device
 import torch
 from laws.test_late_copies import some_are_slow
-from probes import optimizer_in_backward_of
+from probes import complete_updates, optimizer_in_backward_of, optimizer_step_of
 from speculation_cases import (
     LAYERS,
     another_backward,
@@ -32,6 +34,7 @@ import patrickstar as ps
 from patrickstar import testing
 from patrickstar._engine.engine import Engine
 from patrickstar._step.disk_optimizer_step import DiskOptimizerStep
+from patrickstar._step.host_speculation import HostSpeculation
 
 RUNS_PER_TEST = 10
 
@@ -109,6 +112,44 @@ def test_no_order_of_events_changes_a_bit(first):
     assert sum(each.steps > 0 for each in stats) > RUNS_PER_TEST // 2
     assert sum(each.speculation_hits for each in stats) > 0, f"no hit in the runs from seed {first} on"
     assert sum(each.speculated - each.speculation_hits for each in stats) > 0, f"no miss from seed {first} on"
+
+
+@contextmanager
+def no_update_begins(engine: Engine) -> Iterator[None]:
+    """Keep the worker thread of updates on the host busy until the step has decided which of them count."""
+    updates = optimizer_step_of(engine).host_updates
+    assert updates is not None and updates.streamed is not None
+    complete_updates(engine)  # those of the last step, which would wait behind the job
+    decided = threading.Event()
+    updates.streamed._pool.submit([lambda stage: decided.wait()], "a job before all updates", urgent=True)
+    end_step = HostSpeculation.end_step
+
+    def end(speculation: HostSpeculation) -> int:
+        decided.set()
+        return end_step(speculation)
+
+    with mock.patch.object(HostSpeculation, "end_step", end):
+        try:
+            yield
+        finally:
+            decided.set()
+
+
+def test_an_update_that_has_not_begun_copies_no_bytes():
+    """The step does it then, and copies the gradients once, as an early update does."""
+    strict_device.configure(seed=8)
+    torch.manual_seed(0)
+    memory = f"{3 * cases.PARAM16_BYTES}B"  # parameters and activations, and no states
+    config = ps.Config(device="strict", chunk_size="6KiB", host_memory="4MiB", device_memory=memory)
+    copied = []
+    with Engine(build, config, meter=testing.NoMeter()) as engine:
+        for seed in range(6):
+            with no_update_begins(engine) if seed == 4 else nullcontext():
+                backward(engine, seed)
+                engine.optimizer.step()
+            copied.append(engine.stats.last)
+    assert copied[4].speculation_hits == 0
+    assert [stats.d2h_bytes for stats in copied[1:]] == 5 * [cases.PARAM16_BYTES]
 
 
 def test_an_engine_closes_with_speculative_updates_in_progress():

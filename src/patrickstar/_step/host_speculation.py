@@ -14,7 +14,6 @@ from patrickstar._memory.host_tier import HostTier
 from patrickstar._memory.profiler_range import profiler_range
 from patrickstar._params.managed_param import ManagedParam, profiled_names
 from patrickstar._params.model_data import ModelData
-from patrickstar._step.disk_update import count_update_transfers
 from patrickstar._step.failed_update import give_up
 from patrickstar._step.optimizer_step import OptimizerStep
 from patrickstar._step.streamed_update import HostUpdates
@@ -37,8 +36,12 @@ class _Update:
     """Chunks that it reads."""
     spans: Sequence[Span]
     """Spans in place, to be bound to spare blocks."""
+    downloads: Sequence[ManagedParam]
+    """Parameters whose gradients it copies from the device."""
     begun: threading.Event = field(default_factory=threading.Event)
     """Set when it has taken blocks, or found none."""
+    copies: bool = False
+    """True once it has taken blocks, and copies gradients."""
     running: Running | None = None
     blocks: Blocks | None = None
     """Spare block of each chunk's new content: from the begin of the update on, unless a newer one took them."""
@@ -168,16 +171,12 @@ class HostSpeculation:
     ) -> bool:
         """Start to update a chunk. Return False without spare memory."""
         step, param16, chunks = self._optimizer_step, inputs[0], self.data.state_chunks(index)
-        in_order, manager = self._host_updates.waits_for_copies, self.data.manager
+        in_order = self._host_updates.waits_for_copies
         spans = [step.span(managed, rule, chunks, in_order=in_order) for managed, rule in rules.items()]
-        update = _Update(rules, [param16, *chunks], inputs, spans)
+        downloads = [managed for managed in rules if param16.device_valid and managed.overlays_shard]
+        update = _Update(rules, [param16, *chunks], inputs, spans, downloads)
         if not self._spare.provide(update.sizes) and not self._updates:
             return False
-        if param16.device_valid:
-            for managed in rules:
-                managed.chunk.transferred_bytes += count_update_transfers(
-                    manager, managed, managed.location.numel, upload=False, by_kernel=True
-                )
         with profiler_range("update", profiled_names(rules)):
             update.running = self._host_updates.start_when_ready(partial(self._bind, update), scales, inputs)
         self._updates[index] = update
@@ -186,9 +185,9 @@ class HostSpeculation:
 
     def _bind(self, update: _Update) -> list[Span] | None:
         """Return the spans of an update that begins, bound to spare blocks; None without blocks."""
-        taken = self._spare.take(update)
+        update.copies = self._spare.take(update)
         update.begun.set()
-        if not taken:
+        if not update.copies:
             return None
         assert update.blocks is not None, "blocks were taken"
         views = [
@@ -228,6 +227,14 @@ class HostSpeculation:
             self._optimizer_step.running.discard(update.running)
             update.running.cancel()
             self._spare.release(update)
+            self._count(update)
+
+    def _count(self, update: _Update) -> None:
+        """Count the gradients that an update has copied to the host: none if it has not begun, or found no blocks."""
+        for managed in update.downloads if update.copies else ():
+            nbytes = managed.location.numel * managed.shard_chunk.dtype.itemsize
+            self.data.manager.count_transfer(nbytes, to_device=False, by_kernel=True)
+            managed.chunk.transferred_bytes += nbytes
 
     def _before_move(self, index: int) -> None:
         """Let a chunk move that an update reads: wait for the update, or put it off if it has not begun."""
@@ -256,6 +263,7 @@ class HostSpeculation:
         """Make the results that were kept those of the step: now, or once the update has ended."""
         update, running = self._updates.pop(index), self._optimizer_step.running
         assert update.running is not None, "the update has been started"
+        self._count(update)
         running.discard(update.running)
         self.data.manager.transfers.complete_in_order(update.chunks[0])
         running.add(update.running, update.inputs, partial(self._finish, update))
