@@ -30,7 +30,8 @@ import strict_device
 import patrickstar as ps
 from patrickstar import Engine
 from patrickstar._dry_run.report import DryRunReport
-from patrickstar._dry_run.simulation import _gradient_bytes, _span_bytes, roofline, simulate
+from patrickstar._dry_run.simulated_kernels import gradient_bytes, roofline, span_bytes
+from patrickstar._dry_run.simulation import simulate
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.grad_norm import GradStats
 from patrickstar._kernels.update_rule import Gradient, Running, Span
@@ -139,7 +140,7 @@ class TimedKernels(Kernels):
         on_host = [span for span in spans if span.master.device.type == "cpu"]
         on_device = [span for span in spans if span.master.device.type != "cpu"]
         if on_device:
-            with self._operators.as_one(sum(map(_span_bytes, on_device)) / self._bandwidth):
+            with self._operators.as_one(sum(map(span_bytes, on_device)) / self._bandwidth):
                 super().start(on_device, scales)
 
         def update() -> None:
@@ -147,7 +148,7 @@ class TimedKernels(Kernels):
                 running.finish()
 
         if on_host:
-            self.host.run(update, sum(map(_span_bytes, on_host)))
+            self.host.run(update, sum(map(span_bytes, on_host)))
         return []
 
     def grad_stats(self, gradients: Sequence[Gradient], scales: Sequence[float]) -> GradStats:
@@ -156,11 +157,11 @@ class TimedKernels(Kernels):
         squares = [0.0] * len(on_device)
         if on_device:
             # As a compiled kernel: no host wait between gradients. No norm is reached, so any order of the sum will do.
-            with self._operators.as_one(sum(map(_gradient_bytes, on_device)) / self._bandwidth):
+            with self._operators.as_one(sum(map(gradient_bytes, on_device)) / self._bandwidth):
                 norms = torch._foreach_norm([grad.latest for grad in on_device])
                 squares = [norm**2 for norm in torch.stack(norms).tolist()]
         if on_host:
-            parent, nbytes = super(), sum(map(_gradient_bytes, on_host))
+            parent, nbytes = super(), sum(map(gradient_bytes, on_host))
             squares += self.host.run(lambda: parent.grad_stats(on_host, scales), nbytes).squares
         return GradStats(tuple(squares))
 

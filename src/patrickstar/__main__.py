@@ -8,7 +8,7 @@ def main() -> None:
     try:
         from patrickstar._cli.main import app
     except ModuleNotFoundError as error:
-        if error.name not in ("rich", "typer"):
+        if error.name not in ("rich", "tokenizers", "transformers", "typer"):
             raise
         sys.exit(f"the command line needs {error.name}: pip install 'patrickstar[cli]'")
     app(prog_name="patrickstar")

@@ -31,6 +31,10 @@ class BudgetError(PatrickStarError):
         self.module: str | None = None
 
 
+class MissingPackageError(PatrickStarError, ImportError):
+    """A package that an integration needs is not installed, or too old."""
+
+
 class ModelError(PatrickStarError):
     """A model or one of its parameters, named in the message, can't be managed."""
 

@@ -15,6 +15,7 @@ from patrickstar.errors import BudgetError, ConfigError, ModelError, TrainingErr
 from patrickstar.integrations.transformers import Trainer
 from patrickstar.testing import assert_same_bits
 
+from .arguments import checkpointing
 from .trainers import BUDGET, VOCAB, Protocol, Stressed, arguments, close, gpt2, logged, same_but_norms, texts, weights
 
 ADAMW = (torch.optim.AdamW, {"lr": 1e-2, "foreach": False})
@@ -36,7 +37,7 @@ class OwnLoss:
 CASES = {
     "evaluation": dict(eval_strategy="steps", eval_steps=2),
     "one batch at a time": dict(gradient_accumulation_steps=1, max_steps=4),
-    "checkpointed": dict(activation_checkpointing=True, activation_checkpointing_kwargs={"use_reentrant": False}),
+    "checkpointed": checkpointing(True),
     "smoothed labels": dict(label_smoothing_factor=0.1, eval_strategy="epoch"),
     "best": dict(load_best_model_at_end=True, save_strategy="steps", save_steps=1, eval_strategy="steps", eval_steps=1),
     "no clipping": dict(max_grad_norm=0.0, lr_scheduler_type="constant"),

@@ -20,6 +20,7 @@ from patrickstar.integrations.transformers import Trainer
 from patrickstar.integrations.trl import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, RLOOTrainer, SFTTrainer
 from patrickstar.testing import assert_same_bits
 
+from .arguments import checkpointing
 from .trainers import Stressed, close, logged, same_but_norms, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* is deprecated and will be removed in v6:FutureWarning")
@@ -87,7 +88,7 @@ def arguments(kind: Any, folder: Path, **options: Any) -> Any:
         warmup_steps=2,
         lr_scheduler_type="cosine",
         dataloader_pin_memory=False,
-        activation_checkpointing=False,
+        **checkpointing(False),
     )
     return kind(**defaults | options)
 

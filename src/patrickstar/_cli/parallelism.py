@@ -13,7 +13,6 @@ from patrickstar._models.model_source import ModelSource
 from patrickstar._models.presets import EXPERT_PRESETS
 from patrickstar.errors import ConfigError
 from patrickstar.integrations._meshes import Meshes, MeshSizes, meshes
-from patrickstar.integrations.transformers._parallelize import parallelize
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -69,6 +68,8 @@ class Parallelism:
         """Make tensor- and expert-parallel parameters of a model DTensors, in place, and return the model."""
         if self.meshes is not None:
             assert isinstance(model, PreTrainedModel)
+            from patrickstar.integrations.transformers import parallelize
+
             parallelize(model, tp=self.meshes.tp, ep=self.meshes.ep)
         return model
 

@@ -14,14 +14,13 @@ from patrickstar._dry_run.op_benchmark import OpBenchmark
 from patrickstar._dry_run.op_tracer import TensorMeter
 from patrickstar._dry_run.report import DryRunReport
 from patrickstar._dry_run.simulated_hardware import SimulatedHardware
+from patrickstar._dry_run.simulated_kernels import SimulatedKernels, roofline
 from patrickstar._dry_run.simulation import (
     EngineFactory,
-    SimulatedKernels,
     forward_backward_step,
     kept_global_state,
     meta_model,
     on_meta,
-    roofline,
     simulate,
 )
 from patrickstar._layout.byte_size import format_size

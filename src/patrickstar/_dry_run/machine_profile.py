@@ -9,6 +9,7 @@ from statistics import median
 
 import torch
 
+from patrickstar._dry_run.device_timer import DeviceTimer
 from patrickstar._kernels.adam import AdamRule
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.update_rule import Gradient, Span
@@ -23,6 +24,7 @@ from patrickstar._memory.swap_file import SwapFile
 from patrickstar._memory.vm_pool import PagePool, can_move_pages
 from patrickstar._perf_model.machine_spec import DiskDrive, Gpu, Host, Links, Machine
 from patrickstar._perf_model.workload import UPDATE_BYTES
+from patrickstar._step.streamed_update import StreamedUpdates, buffer_bytes
 
 ROUNDS = 5
 """Number of measurements, of which the median is the result."""
@@ -52,10 +54,10 @@ def profile_machine(device: torch.device, directory: str | Path | None = None) -
         gpu = Gpu(
             count=1,
             memory=hardware.device_bytes(),
-            matmul_tflops=_matmul_tflops(device),
-            memory_bandwidth=_copy_bandwidth(device),
+            matmul_tflops=_matmul_tflops(hardware),
+            memory_bandwidth=_copy_bandwidth(hardware),
         )
-    cpu = torch.device("cpu")
+    cpu = Hardware(torch.device("cpu"))
     return Machine(
         name="here",
         source="measured by a short probe",
@@ -63,7 +65,7 @@ def profile_machine(device: torch.device, directory: str | Path | None = None) -
         host=Host(
             memory=hardware.host_bytes(),
             memory_bandwidth=_copy_bandwidth(cpu),
-            update_rate=_update_rate(),
+            update_rate=_update_rate(hardware),
             cores=os.cpu_count() or 1,
             matmul_tflops=_matmul_tflops(cpu),
         ),
@@ -110,39 +112,63 @@ def elapsed_s(action: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def _median_s(action: Callable[[], object], device: torch.device) -> float:
-    """Return the median time of several runs after one warm-up run."""
-    return median([elapsed_s(action, device) for _ in range(ROUNDS + 1)][1:])
+def _median_s(action: Callable[[], object], hardware: Hardware) -> float:
+    """Return the median time of several runs after one warm-up run; on an accelerator that of the device alone."""
+    if hardware.accelerator is None:
+        return median([elapsed_s(action, hardware.device) for _ in range(ROUNDS + 1)][1:])
+    action()
+    timer = DeviceTimer(hardware.accelerator)
+    return median([timer.measure([action], 1)[0] for _ in range(ROUNDS)])
 
 
-def _matmul_tflops(device: torch.device) -> float:
+def _matmul_tflops(hardware: Hardware) -> float:
     size = SMALLEST_MATRIX
     while True:
-        a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
-        seconds = _median_s(partial(torch.mm, a, b), device)
+        a, b = (torch.randn(size, size, device=hardware.device).bfloat16() for _ in range(2))
+        seconds = _median_s(partial(torch.mm, a, b), hardware)
         if seconds >= MIN_PRODUCT_S or size >= LARGEST_MATRIX:
             return 2 * size**3 / seconds / 1e12
         size *= 2
 
 
-def _copy_bandwidth(device: torch.device) -> float:
-    source = torch.zeros(COPIED_BYTES, dtype=torch.uint8, device=device)
+def _copy_bandwidth(hardware: Hardware) -> float:
+    source = torch.zeros(COPIED_BYTES, dtype=torch.uint8, device=hardware.device)
     target = torch.zeros_like(source)
-    return 2 * COPIED_BYTES / _median_s(lambda: target.copy_(source), device)
+    return 2 * COPIED_BYTES / _median_s(lambda: target.copy_(source), hardware)
 
 
-def benchmark_span(numel: int) -> Span:
-    """Return a span of `numel` parameters on the host for a mixed-precision Adam update."""
-    param = torch.zeros(numel, dtype=torch.bfloat16, device="cpu")
+def benchmark_span(numel: int, device: torch.device | None = None) -> Span:
+    """Return a span of `numel` parameters on the host for a mixed-precision Adam update.
+
+    Args:
+        numel: Number of parameters.
+        device: Where the parameters and their gradients are. Default: on the host, too.
+    """
+    param = torch.zeros(numel, dtype=torch.bfloat16, device="cpu" if device is None else device)
     master, exp_avg, exp_avg_sq = (torch.zeros(numel, device="cpu") for _ in range(3))
     rule = AdamRule(1e-3, 0.9, 0.999, 1e-8, 0.01, decoupled=True, step=1)
     return Span(param, Gradient(param), master, (exp_avg, exp_avg_sq), rule)
 
 
-def _update_rate() -> float:
-    span = benchmark_span(UPDATED_NUMEL)
-    kernels = Kernels.best(torch.device("cpu"))
-    return UPDATE_BYTES * UPDATED_NUMEL / _median_s(lambda: kernels.update([span], ()), torch.device("cpu"))
+def _update_rate(hardware: Hardware, numel: int = UPDATED_NUMEL) -> float:
+    """Return the bytes per second of an update on the host, beside an accelerator with its copies in both directions.
+
+    The latter is the engine's own path: the kernel gets the pieces that it gets in a step.
+    """
+    kernels = Kernels.best(hardware.device)
+    if hardware.accelerator is None:
+        span = benchmark_span(numel)
+        return UPDATE_BYTES * numel / _median_s(lambda: kernels.update([span], ()), hardware)
+    span = benchmark_span(numel, hardware.device)
+    nbytes = buffer_bytes(numel, span.param.itemsize, by_pages=True)
+    host = HostTier(nbytes, nbytes, hardware.host_arena, poison=False)
+    updates = StreamedUpdates(kernels, hardware.accelerator, host, nbytes)
+    try:
+        times = [elapsed_s(lambda: updates.submit([span], (), ()).finish(), hardware.device) for _ in range(ROUNDS + 1)]
+    finally:
+        updates.close()
+        host.close()
+    return UPDATE_BYTES * numel / median(times[1:])
 
 
 def _copy_rates(hardware: Hardware) -> tuple[float, float]:

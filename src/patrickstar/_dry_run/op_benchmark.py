@@ -1,6 +1,8 @@
 """Measured operator costs: each distinct operator runs on its own test tensors, timed and metered."""
 
+import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -8,7 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from patrickstar._dry_run.machine_profile import elapsed_s
+from patrickstar._dry_run.device_timer import OUT_OF_CACHE_BYTES, DeviceTimer
 from patrickstar._dry_run.op_tracer import OpCost, OpCosts, tensors_of, touched_bytes
 from patrickstar._memory.hardware import Hardware
 from patrickstar._memory.memory_meter import Meter
@@ -33,6 +35,9 @@ class OpBenchmark:
         self.meter: Meter = self._hardware.meter()
         self._libraries_allocate = device.type != "cpu" or self.meter.counts_freed
         """True if a first run may allocate memory that libraries keep. The allocator of CPU tensors counts no such."""
+        accelerator = self._hardware.accelerator
+        self.timer = DeviceTimer(accelerator) if timed and accelerator is not None else None
+        """Timer of operators on an accelerator; a CPU's operators are timed by the clock."""
         self.known: dict[Any, OpCost] = {}
         self.estimated: set[str] = set()
         """Names of operators that could not run in isolation, or whose tensors the machine can't hold."""
@@ -50,20 +55,27 @@ class OpBenchmark:
             return self.fallback(func, *call)
         with torch.no_grad(), _disable_current_modes():
             try:
-                args, kwargs = pytree.tree_unflatten([self._materialize(leaf) for leaf in leaves], structure)
 
-                def run() -> Any:
-                    return func(*args, **kwargs)
+                def new_run() -> tuple[Callable[[], Any], Any]:
+                    """Return a function that runs the operator on operands of its own, and these operands."""
+                    args, kwargs = pytree.tree_unflatten([self._materialize(leaf) for leaf in leaves], structure)
+                    return partial(func, *args, **kwargs), (args, kwargs)
 
-                first_bytes, retained_bytes, results = self._measure_memory(run, (args, kwargs))
+                run, operands = new_run()
+                first_bytes, retained_bytes, results = self._measure_memory(run, operands)
                 scratch_bytes = first_bytes
                 if self._libraries_allocate:
-                    scratch_bytes, _, results = self._measure_memory(run, (args, kwargs))
+                    scratch_bytes, _, results = self._measure_memory(run, operands)
                 # Repeated runs find all operands in the cache. In a training step gigabytes pass between two accesses
                 # of a tensor, so memory bandwidth is the lower bound.
-                memory_s = touched_bytes(*call) / self.memory_bandwidth
-                seconds = max(self._time(run), memory_s) if self.timed else memory_s
-                return OpCost(seconds, scratch_bytes, first_bytes, retained_bytes, results)
+                nbytes = touched_bytes(*call)
+                seconds, launch_s = nbytes / self.memory_bandwidth, 0.0
+                if self.timer is not None:
+                    device_s, launch_s = self._time_on_device(self.timer, run, lambda: new_run()[0], nbytes)
+                    seconds = max(device_s, seconds)
+                elif self.timed:
+                    seconds = max(self._time(run), seconds)
+                return OpCost(seconds, scratch_bytes, first_bytes, retained_bytes, results, launch_s)
             except (RuntimeError, NotImplementedError, IndexError, TypeError):
                 self.estimated.add(str(func))
                 return self.fallback(func, *call)
@@ -83,16 +95,29 @@ class OpBenchmark:
         self.meter.reclaim()
         return max(0, peak - before - new_bytes), max(0, self.meter.now(0) - before), results
 
-    def _time(self, run: Callable[[], Any]) -> float:
-        """Return the median time of a run whose results take memory that the allocator caches, as in a training step.
+    def _time_on_device(
+        self, timer: DeviceTimer, run: Callable[[], Any], new_run: Callable[[], Callable[[], Any]], nbytes: int
+    ) -> tuple[float, float]:
+        """Return the seconds of a run on the device and of its launch. See [Note: time on a device]."""
+        run_s = max(timer.measure([run], MIN_RUNS))
+        count = min(MAX_RUNS, max(MIN_RUNS, int(MIN_TOTAL_S / run_s) if run_s else MAX_RUNS))
+        most_bytes = min(OUT_OF_CACHE_BYTES + nbytes, self._hardware.free_device_bytes())
+        sets = min(count, most_bytes // max(1, nbytes))
+        return timer.measure([run, *(new_run() for _ in range(sets - 1))], count)
 
-        Without a limit the allocator caches nothing, and each run would include the page faults of its results.
+    def _time(self, run: Callable[[], Any]) -> float:
+        """Return the median time of a run on the CPU.
+
+        Its results take memory that the allocator caches, as in a training step. Without a limit the allocator caches
+        nothing, and each run would include the page faults of its results.
         """
         times: list[float] = []
         self.meter.limit(self._hardware.free_device_bytes())
         try:
             while len(times) < MIN_RUNS or (sum(times) < MIN_TOTAL_S and len(times) < MAX_RUNS):
-                times.append(elapsed_s(run, self.device))
+                start_s = time.perf_counter()
+                run()
+                times.append(time.perf_counter() - start_s)
         finally:
             self.meter.close()
         return median(times)

@@ -1,6 +1,5 @@
 """Operator tracer for dry runs: counts the time and memory of each operator that runs on meta tensors."""
 
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from patrickstar._dry_run.host_time import HostClock
 from patrickstar._memory.cpu_allocator import CpuAllocator
 
 
@@ -21,6 +21,7 @@ class OpCost:
     """Time and extra memory of one operator."""
 
     seconds: float
+    """Time on the device."""
     scratch_bytes: int = 0
     """Temporary memory while it runs."""
     first_bytes: int = 0
@@ -29,6 +30,8 @@ class OpCost:
     """Memory that libraries retain after the first run: compiled code and caches."""
     results: tuple[tuple[int, torch.dtype], ...] = ()
     """Storage size and dtype of its results on the real device; some operators give others on the meta device."""
+    launch_s: float = 0.0
+    """Time of the host until the operator is in the device's queue; a part of `seconds` where the host computes."""
 
 
 OpCosts = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], OpCost]
@@ -224,27 +227,42 @@ class IntegerValues:
 
 
 class OpTracer(TorchDispatchMode):
-    """Dispatch mode that meters each operator's memory and passes its seconds to `advance`."""
+    """Dispatch mode that meters each operator's memory and passes its cost to `advance`.
 
-    def __init__(self, meter: TensorMeter, costs: OpCosts, advance: Callable[[float], None]) -> None:
+    Args:
+        host: Measures the time between operators. Default None: only operators take time.
+        wait: Called before a value is read, for which the host of a run waits.
+    """
+
+    def __init__(
+        self,
+        meter: TensorMeter,
+        costs: OpCosts,
+        advance: Callable[[OpCost], None],
+        host: HostClock | None = None,
+        wait: Callable[[], None] = lambda: None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.meter, self.costs, self.advance = meter, costs, advance
+        self.host, self.wait = host, wait
         self.values = IntegerValues(meter.hidden)
         self._seen_costs: set[int] = set()
         self.scratch_bytes = 0
         """Temporary memory of the last operator."""
-        self.tracing_s = 0.0
-        """Real time spent in this mode; the rest of a step is Python, autograd and the engine."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        start = time.perf_counter()
+        host = self.host
+        if host is None:
+            return self._trace(func, args, kwargs or {})
+        host.enter()
         try:
             return self._trace(func, args, kwargs or {})
         finally:
-            self.tracing_s += time.perf_counter() - start
+            host.leave()
 
     def _trace(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            self.wait()
             return self.values.item(args[0])
         # Some meta kernels are written in Python: the operators that they call must not count as parameter accesses.
         with torch._C.DisableTorchFunctionSubclass():
@@ -260,9 +278,11 @@ class OpTracer(TorchDispatchMode):
         else:
             for tensor in tensors_of(out):
                 self.meter.track(tensor)
+        if self.host is not None:
+            self.host.add(self.host.costs.view_s if cost is None else cost.launch_s)
         if cost is not None:
             self._count_memory(cost)
-            self.advance(cost.seconds)
+            self.advance(cost)
         return out
 
     def _count_memory(self, cost: OpCost) -> None:

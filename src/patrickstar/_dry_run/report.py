@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from patrickstar._dry_run.lanes import Lane, Wait, end_s, exposed_table, picture
+from patrickstar._dry_run.simulated_channels import HOST
 from patrickstar._layout.byte_size import format_size
 from patrickstar._perf_model.text_tables import LINE_NAME_WIDTH, channels_table, memory_table, rows, sparkline
 from patrickstar._schedule.trace import Trace
@@ -54,23 +55,30 @@ class DryRunReport:
     peak_module: str | None
     """Module that runs when non-model data is largest; None outside of all modules."""
     lanes: tuple[Lane, ...]
-    """Busy intervals of computation and of each channel, in the step's simulated time (without measured overhead)."""
+    """Busy intervals of computation, of the host and of each channel, in the step's simulated time."""
     waits: tuple[Wait, ...]
-    """Exposed time: each wait of computation for a channel, in order. With `compute_s` they add up to `seconds`."""
+    """Exposed time: each wait of computation for a channel or the host, in order. With `compute_s` they add up to
+    `seconds`."""
     processes: int = 1
     """Number of simulated processes; all figures are those of the first."""
     replicas: int = 1
     """Number of replicas that they form."""
+    host_s: float = 0.0
+    """Seconds of the host beside a GPU: Python, autograd, the engine and launches, if they were measured. They are
+    hidden, but where the device waits for the host."""
     estimated: tuple[str, ...] = ()
     """Operators that could not be measured in isolation; their cost is a roofline estimate."""
 
     def __str__(self) -> str:
         """Format the report that `patrickstar train --dry-run` prints."""
         tiers = self._tiers()
-        channels = [(used.name, used.busy_s, format_size(used.nbytes)) for used in self.channels if used.nbytes]
+        busy = [("compute", self.compute_s, "")]
+        if self.host_s:
+            busy.append((HOST, self.host_s, "Python and launches"))
+        busy += [(used.name, used.busy_s, format_size(used.nbytes)) for used in self.channels if used.nbytes]
         parts = [
             rows(self._rows()),
-            channels_table([("compute", self.compute_s, ""), *channels], self.seconds),
+            channels_table(busy, self.seconds),
             picture(self.lanes, self.waits),
             exposed_table(self.waits, self.seconds),
             memory_table(tiers),
@@ -112,6 +120,9 @@ class DryRunReport:
         if stats.disk_bytes:
             read, written = format_size(stats.disk_read_bytes), format_size(stats.disk_write_bytes)
             pairs.append(("disk", f"{read} read and {written} written per step"))
+        if self.host_s > max(self.compute_s, *(used.busy_s for used in self.channels)):
+            text = "Python and launches take the longest: larger batches or fewer, larger operators cost no more of it"
+            pairs.append(("host", text))
         if self.estimated:
             names = ", ".join(self.estimated)
             pairs.append(("estimated", f"from operation and byte counts (not measurable in isolation): {names}"))
@@ -138,4 +149,4 @@ class DryRunReport:
     @property
     def bound_s(self) -> float:
         """Busy time of the busiest resource: a lower bound for any plan with the same work."""
-        return max(self.compute_s, *(used.busy_s for used in self.channels))
+        return max(self.compute_s, self.host_s, *(used.busy_s for used in self.channels))

@@ -7,16 +7,42 @@ from patrickstar._dry_run.lanes import Interval, Lane, Wait, clip
 from patrickstar._memory.accelerator import DeviceClock
 from patrickstar._memory.transfer import Transfer
 
+# [Note: two clocks]
+# Beside a GPU the host launches operators ahead of those that run. A dry run has one clock for each of both. An
+# operator begins on the device once the host has launched it: in a step that launches slowly the device waits for the
+# host, and else the host's time is hidden. The host's clock follows the device's where the host waits for the device.
+# Channels follow the device's clock: transfers are requested when the device gets there, which is late for those that
+# a run could request ahead. Without a GPU the host computes, and has no clock of its own.
+
+
+HOST = "host"
+"""Name of the lane of Python and launches."""
+
 
 class SimulatedClock:
-    """Clock of a dry run, in seconds since its start. It records who waits, in the same time."""
+    """Clocks of a dry run, in seconds since its start. It records who waits, in the same time.
+
+    See [Note: two clocks].
+    """
 
     def __init__(self) -> None:
         self.now = 0.0
+        """Time of the device, and of all channels."""
+        self.host = 0.0
+        """Time of the host. If it is later, the host is the slower one; if not, it is ahead of the device."""
         self.waits: list[Wait] = []
         """Waits since the step's start."""
         self.phase: Callable[[], str] = str
         """Returns the part of the step that runs; nothing before the first step."""
+
+    def wait_for_device(self) -> None:
+        """Let the host wait until the device has finished its work so far."""
+        self.host = max(self.host, self.now)
+
+    def wait_for_host(self) -> None:
+        """Let the device wait until the host has launched its work so far."""
+        start_s, self.now = self.now, max(self.now, self.host)
+        self.record_wait(start_s, HOST, "launches")
 
     def record_wait(self, start_s: float, channel: str, label: str) -> None:
         """Record a wait from `start_s` until now, if it took time."""
@@ -76,6 +102,8 @@ class SimulatedTransfer(Transfer):
         while not self.done:
             self.channel.clock.now = self.channel.free_at
         self.channel.clock.record_wait(start_s, self.channel.name, self.label)
+        if self.channel.blocks_host:
+            self.channel.clock.wait_for_device()
 
     def prioritize(self) -> None:
         self.channel.catch_up()
@@ -119,10 +147,15 @@ class SimulatedUpdate:
 
 
 class SimulatedChannel:
-    """Channel that runs one transfer at a time, in request order, urgent transfers first."""
+    """Channel that runs one transfer at a time, in request order, urgent transfers first.
 
-    def __init__(self, name: str, rate: float, clock: SimulatedClock) -> None:
+    Args:
+        blocks_host: True if the host waits for transfers, False if only work on the device is ordered after them.
+    """
+
+    def __init__(self, name: str, rate: float, clock: SimulatedClock, blocks_host: bool = False) -> None:
         self.name = name
+        self.blocks_host = blocks_host
         self.rate = rate
         """Bytes per second."""
         self.clock = clock

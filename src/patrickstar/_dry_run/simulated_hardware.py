@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -9,7 +10,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from patrickstar._dry_run.lanes import Interval, Lane, clip
 from patrickstar._dry_run.op_tracer import TensorMeter
-from patrickstar._dry_run.simulated_channels import SimulatedChannel, SimulatedClock, SimulatedTransfer
+from patrickstar._dry_run.simulated_channels import HOST, SimulatedChannel, SimulatedClock, SimulatedTransfer
 from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.copy_streams import CopyStreams
 from patrickstar._memory.disk_tier import DiskTier
@@ -119,34 +120,48 @@ class SimulatedHardware(Hardware):
         h2d_rate, d2h_rate = machine.transfer_rates(1)
         self.up = SimulatedChannel("host to device", h2d_rate, self.clock)
         self.down = SimulatedChannel("device to host", d2h_rate, self.clock)
-        self.read = SimulatedChannel("disk read", machine.disk.read if machine.disk is not None else 1.0, self.clock)
-        self.write = SimulatedChannel("disk write", machine.disk.write if machine.disk is not None else 1.0, self.clock)
-        self.update = SimulatedChannel(
-            "update on the host", machine.host.update_bandwidth(1, machine.host.cores), self.clock
-        )
+        read_rate, write_rate = (1.0, 1.0) if machine.disk is None else (machine.disk.read, machine.disk.write)
+        self.read = SimulatedChannel("disk read", read_rate, self.clock, blocks_host=True)
+        self.write = SimulatedChannel("disk write", write_rate, self.clock, blocks_host=True)
+        update_rate = machine.host.update_bandwidth(1, machine.host.cores)
+        self.update = SimulatedChannel("update on the host", update_rate, self.clock, blocks_host=True)
         self.collectives = SimulatedChannel("collectives", 1.0, self.clock)
         """Collectives with other processes, one after the other; each says what time it takes."""
         self.computed_s = 0.0
         """Compute seconds of the device since the step's start."""
         self.computed: list[Interval] = []
         """Computation since the step's start, labelled with its phase."""
+        self.launched_s = 0.0
+        """Seconds of the host beside a GPU since the step's start: Python and launches."""
+        self.launched: list[Interval] = []
+        """These seconds, labelled with their phase."""
         self._meter = meter
         self._host_storages: set[int] = set()
 
     def compute(self, seconds: float) -> None:
-        """Advance the clock by `seconds` of device computation."""
-        start_s, phase = self.clock.now, self.clock.phase()
+        """Advance the clock by `seconds` of device computation, once the host has launched it."""
+        self.clock.wait_for_host()
+        start_s = self.clock.now
         self.computed_s += seconds
         self.clock.now += seconds
-        # One interval for all operators between two waits.
-        if self.computed and self.computed[-1].end_s == start_s and self.computed[-1].label == phase:
-            start_s = self.computed.pop().start_s
-        self.computed.append(Interval(start_s, self.clock.now, phase))
+        _append(self.computed, Interval(start_s, self.clock.now, self.clock.phase()))
+
+    def launch(self, seconds: float) -> None:
+        """Advance the host by `seconds` of Python and launches. See [Note: two clocks]."""
+        if not self.has_gpu:
+            self.compute(seconds)
+            return
+        start_s = self.clock.host
+        self.launched_s += seconds
+        self.clock.host += seconds
+        _append(self.launched, Interval(start_s, self.clock.host, self.clock.phase()))
 
     def start_step(self) -> None:
-        """Forget what computation and channels have done so far."""
-        self.computed_s = 0.0
+        """Forget what computation and channels have done so far; the host waits for the device, as for its loss."""
+        self.clock.wait_for_device()
+        self.computed_s = self.launched_s = 0.0
         self.computed.clear()
+        self.launched.clear()
         self.clock.waits.clear()
         for channel in self.channels:
             channel.start_step()
@@ -154,8 +169,9 @@ class SimulatedHardware(Hardware):
     def lanes(self, start_s: float) -> tuple[Lane, ...]:
         """Return what computation and each channel have done from `start_s`, the step's start, until now."""
         computed = Lane("compute", clip(self.computed, start_s, self.clock.now))
+        launched = Lane(HOST, clip(self.launched, start_s, self.clock.now))
         channels = self.update, self.up, self.down, self.read, self.write, self.collectives
-        return computed, *(channel.lane(start_s) for channel in channels)
+        return computed, launched, *(channel.lane(start_s) for channel in channels)
 
     @property
     def channels(self) -> tuple[SimulatedChannel, ...]:
@@ -211,3 +227,10 @@ class SimulatedHardware(Hardware):
     ) -> DiskTier:
         file = SimulatedSwapFile(directory, nbytes, self.free_disk_bytes(directory), capacity_bytes)
         return SimulatedDiskTier(file, page_bytes, self.read, self.write)
+
+
+def _append(intervals: list[Interval], interval: Interval) -> None:
+    """Append an interval, in one with the last if they adjoin: one for all operators between two waits."""
+    if intervals and intervals[-1].end_s == interval.start_s and intervals[-1].label == interval.label:
+        interval = replace(interval, start_s=intervals.pop().start_s)
+    intervals.append(interval)

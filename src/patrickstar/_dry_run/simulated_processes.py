@@ -48,6 +48,7 @@ class SimulatedCoordinator(Coordinator):
         start_s = self._clock.now
         self._clock.now += self._seconds
         self._clock.record_wait(start_s, "coordination", "coordination step")
+        self._clock.wait_for_device()
         return [message] * self.group.size
 
 

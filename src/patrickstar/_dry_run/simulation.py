@@ -6,9 +6,8 @@ follow from the rates of a machine spec.
 
 import copy
 import random
-import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -20,6 +19,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from patrickstar._dry_run.cluster import Cluster, slowed_down
+from patrickstar._dry_run.host_costs import measure_host
+from patrickstar._dry_run.host_time import HostClock, HostCosts
 from patrickstar._dry_run.lanes import name_parameters
 from patrickstar._dry_run.machine_profile import profile_machine
 from patrickstar._dry_run.module_trace import ModuleTrace
@@ -30,18 +31,12 @@ from patrickstar._dry_run.op_tracer import (
     OpCosts,
     OpTracer,
     TensorMeter,
-    matrix_size,
-    operations,
-    touched_bytes,
     trace_operators,
 )
 from patrickstar._dry_run.report import ChannelUse, DryRunReport, MemorySample
-from patrickstar._dry_run.simulated_channels import SimulatedTransfer, SimulatedUpdate
 from patrickstar._dry_run.simulated_hardware import META, SimulatedHardware
+from patrickstar._dry_run.simulated_kernels import SimulatedKernels, roofline
 from patrickstar._dry_run.simulated_processes import SimulatedWorld
-from patrickstar._kernels.dispatch import Copy, Kernels
-from patrickstar._kernels.grad_norm import GradStats
-from patrickstar._kernels.update_rule import Gradient, Span
 from patrickstar._memory.chunk_manager import ChunkManager
 from patrickstar._memory.cpu_allocator import cpu_allocator
 from patrickstar._memory.hardware import Hardware
@@ -55,85 +50,11 @@ MIN_STEPS, MAX_STEPS = 3, 8
 """At least a warm-up step, a planned step and one that starts from the end state of a planned step; then until a step
 transfers the same bytes as the previous one."""
 
-METER_READS = 100
-"""Number of meter reads that are timed to find the cost of one."""
-
 Step = Callable[[Any], None]
 """One step of a training loop: forward, backward, update. Its argument is the engine."""
 
 EngineFactory = Callable[..., Any]
 """`Engine` or a function that makes one. Passed in, because the package of `Engine` imports this one."""
-
-
-class SimulatedKernels(Kernels):
-    """Kernels that compute nothing and take the time of their memory traffic."""
-
-    def __init__(self, hardware: SimulatedHardware) -> None:
-        super().__init__(None)
-        self.hardware = hardware
-
-    def has_kernel(self, device: torch.device) -> bool:
-        return True
-
-    def start(self, spans: Sequence[Span], scales: Sequence[float]) -> list[Any]:
-        return self.start_after((), spans, scales)
-
-    def start_after(self, copies: Sequence[Copy], spans: Sequence[Span], scales: Sequence[float]) -> list[Any]:
-        on_host = [span for span in spans if self.hardware.on_host(span.master)]
-        on_device = [span for span in spans if not self.hardware.on_host(span.master)]
-        self._run_on_device(sum(_span_bytes(span) for span in on_device))
-        if not on_host:
-            return []
-        nbytes = sum(_span_bytes(span) for span in on_host)
-        if not self.hardware.has_gpu:
-            self.hardware.update.run(nbytes, "update")
-            return []
-        from_device = [span for span in on_host if not self.hardware.on_host(span.param)]
-        grads = [span.grad.latest for span in on_host if not self.hardware.on_host(span.grad.latest)]
-        down, up = sum(grad.nbytes for grad in grads), sum(span.param.nbytes for span in from_device)
-        last = copies[-1] if copies else None
-        assert last is None or isinstance(last, SimulatedTransfer), "copies of this hardware are simulated"
-        downloads = self.hardware.down.begin(down, "gradients of an update", after=last) if down else last
-        update = self.hardware.update.begin(nbytes, "update", after=downloads)
-        uploads = self.hardware.up.begin(up, "parameters of an update", after=update) if up else None
-        own = (downloads if down else None, update, uploads)
-        return [SimulatedUpdate(*(each for each in own if each is not None))]
-
-    def grad_stats(self, gradients: Sequence[Gradient], scales: Sequence[float]) -> GradStats:
-        on_host = [grad for grad in gradients if self.hardware.on_host(grad.latest)]
-        on_device = [grad for grad in gradients if not self.hardware.on_host(grad.latest)]
-        self._run_on_device(sum(_gradient_bytes(grad) for grad in on_device))
-        self.hardware.update.run(sum(_gradient_bytes(grad) for grad in on_host), "gradient statistics")
-        return GradStats(tuple(0.0 for _ in gradients))  # nothing is clipped
-
-    def _run_on_device(self, nbytes: int) -> None:
-        gpu = self.hardware.machine.gpu
-        if gpu is None:
-            self.hardware.update.run(nbytes, "update")
-        else:
-            self.hardware.compute(nbytes / gpu.memory_bandwidth)
-
-
-def _gradient_bytes(grad: Gradient) -> int:
-    parts = [grad.latest] if grad.accumulated is None else [grad.latest, grad.accumulated]
-    return sum(part.nbytes for part in parts)
-
-
-def _span_bytes(span: Span) -> int:
-    """Memory traffic of an update: read gradient, write parameter, read and write states (ZeRO-Offload §5)."""
-    state_bytes = sum(tensor.nbytes for tensor in (span.master, *span.states))
-    return _gradient_bytes(span.grad) + span.param.nbytes + 2 * state_bytes
-
-
-def roofline(machine: Machine) -> OpCosts:
-    """Return a cost model in which each operator is bound by its matrix products or by its memory traffic."""
-    bandwidth = (machine.gpu or machine.host).memory_bandwidth
-
-    def cost(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OpCost:
-        compute_s = operations(func, args, kwargs, out) / machine.matmul_rate(matrix_size(args))
-        return OpCost(max(compute_s, touched_bytes(args, kwargs, out) / bandwidth))
-
-    return cost
 
 
 def forward_backward_step(loss_of: Callable[[Any], torch.Tensor] | None, args: Any, kwargs: Any) -> Step:
@@ -179,15 +100,12 @@ def simulate_on_this_machine(
         bandwidth = (machine.gpu or machine.host).memory_bandwidth
         costs = OpBenchmark(device, bandwidth, roofline(machine))
         own_costs = slowed_down(costs, cluster.slowdown) if device.type == "cpu" else costs
-        mesh = {"processes": processes, "replicas": replicas}
-        run = partial(simulate, make_engine, model, config, step, machine, own_costs, **mesh)
+        run = partial(
+            simulate, make_engine, model, config, step, machine, own_costs, processes=processes, replicas=replicas
+        )
         # Measure all operators first: the second run then times Python, autograd and the engine alone.
         run(steps=1)
-        start = time.perf_counter()
-        for _ in range(METER_READS):
-            costs.meter.now(0)
-        meter_s = (time.perf_counter() - start) / METER_READS
-        report = run(meter_s=meter_s, library_bytes=library_bytes)
+        report = run(host=measure_host(costs), library_bytes=library_bytes)
         return replace(report, estimated=tuple(sorted(costs.estimated)))
 
 
@@ -300,7 +218,7 @@ def simulate(
     costs: OpCosts | None = None,
     *,
     steps: int | None = None,
-    meter_s: float | None = None,
+    host: HostCosts | None = None,
     library_bytes: int = 0,
     processes: int = 1,
     replicas: int = 1,
@@ -313,7 +231,7 @@ def simulate(
         step: Must not read values of floating-point tensors.
         costs: Cost model of operators; by default a roofline of the machine.
         steps: Number of steps; by default until their transfers and early updates repeat.
-        meter_s: Seconds per meter read. If given, the real time of Python, autograd and the engine counts too.
+        host: If given, the real time of Python, autograd and the engine counts too. See [Note: time of the host].
         library_bytes: Device memory that libraries occupy from the start.
         processes: Number of data-parallel processes, of which the first one is reported: one per GPU of as many
             machines as they need, or all on one machine without GPUs. See [Note: simulated processes].
@@ -337,14 +255,19 @@ def simulate(
     modules: ModuleTrace
     timeline: list[MemorySample] = []
 
-    def advance(seconds: float) -> None:
-        hardware.compute(seconds)
+    clock = None if host is None else HostClock(host)
+
+    def advance(cost: OpCost) -> None:
+        if clock is not None:
+            hardware.launch(clock.take())
+        hardware.compute(cost.seconds)
         if engine is not None:
             non_model_bytes = meter.now(0) + tracer.scratch_bytes
             modules.note_operator(non_model_bytes)
             timeline.append(_memory_sample(engine._core.manager, non_model_bytes, hardware.clock.now))
 
-    tracer = OpTracer(meter, costs if costs is not None else roofline(machine), advance)
+    wait = hardware.clock.wait_for_device
+    tracer = OpTracer(meter, costs if costs is not None else roofline(machine), advance, clock, wait)
     model, weights = meta_model(model)
     meter.add_persistent(library_bytes)  # part of the baseline after calibration, hence added again below
     with trace_operators(tracer, "cpu" if machine.gpu is None else "cuda"):
@@ -355,25 +278,27 @@ def simulate(
         try:
             history: list[StepStats] = []
             while not _enough_steps(history, steps):
-                start_s, tracer.tracing_s = hardware.clock.now, 0.0
+                start_s = hardware.clock.now
                 hardware.start_step()
                 timeline.clear()
-                real_start_s = time.perf_counter()
                 before = [(channel.busy_s, channel.nbytes) for channel in hardware.channels]
                 with modules.watch():
+                    if clock is not None:
+                        clock.start()
                     step(engine)
+                    if clock is not None:
+                        clock.end()
+                        clock.add(clock.costs.meter_s * len(engine._core.tracer.trace.moments))
+                        hardware.launch(clock.take())
+                        hardware.clock.wait_for_host()
                 history.append(engine.stats.last)
             channels = tuple(
                 ChannelUse(channel.name, channel.busy_s - busy_s, channel.nbytes - nbytes)
                 for channel, (busy_s, nbytes) in zip(hardware.channels, before, strict=True)
             )
-            overhead_s = 0.0
-            if meter_s is not None:
-                overhead_s = time.perf_counter() - real_start_s - tracer.tracing_s
-                overhead_s += meter_s * len(engine._core.tracer.trace.moments)
             return DryRunReport(
-                hardware.clock.now - start_s + overhead_s,
-                hardware.computed_s + overhead_s,
+                hardware.clock.now - start_s,
+                hardware.computed_s,
                 channels,
                 engine.stats.last,
                 engine._core.tracer.trace,
@@ -387,6 +312,7 @@ def simulate(
                 waits=name_parameters(hardware.clock.waits, start_s, _first_parameters(engine)),
                 processes=processes,
                 replicas=replicas,
+                host_s=hardware.launched_s,
             )
         finally:
             engine.close(keep=False)

@@ -8,7 +8,8 @@ from typing import Any
 from torch import nn
 
 from patrickstar._dry_run.op_tracer import OpCost, matrix_size, operations
-from patrickstar._dry_run.simulation import EngineFactory, Step, on_meta, roofline, simulate
+from patrickstar._dry_run.simulated_kernels import roofline
+from patrickstar._dry_run.simulation import EngineFactory, Step, on_meta, simulate
 from patrickstar._perf_model.machine_spec import Machine
 from patrickstar._perf_model.workload import Workload, Workloads
 from patrickstar.config import Config

@@ -52,6 +52,7 @@ void run_timed(Queue& queue, std::unique_lock<std::recursive_mutex>& lock) {
   if (front.record) {
     front.record->ends_at_s = queue.free_at_s;
     pass(*front.record);
+    front.record->passed_at_s = std::max(queue.free_at_s, front.queued_at_s);  // as scheduled, whenever a thread woke up
   }
   queue.entries.pop_front();
   changed.notify_all();

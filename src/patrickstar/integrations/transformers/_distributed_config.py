@@ -8,7 +8,8 @@ from transformers.distributed.configuration_utils import DistributedConfig
 
 from patrickstar.errors import ConfigError
 from patrickstar.integrations._meshes import Meshes, MeshSizes, meshes
-from patrickstar.integrations.transformers._parallelize import EXCHANGE, parallelize
+from patrickstar.integrations._on_first_use import require
+from patrickstar.integrations.transformers import PLANS
 from patrickstar.integrations.transformers._saved_weights import is_adapted
 
 
@@ -65,6 +66,8 @@ class ModelParallelism:
 
         Its `config` no longer has the `DistributedConfig`: transformers would take it for a model under FSDP2.
         """
+        from patrickstar.integrations.transformers import parallelize
+
         plans = [plan if isinstance(plan, dict) else None for plan in (self.config.tp_plan, self.config.ep_plan)]
         parallelize(model, tp=self.meshes.tp, ep=self.meshes.ep, tp_plan=plans[0], ep_plan=plans[1])
         model.config.distributed_config = None
@@ -86,7 +89,11 @@ def mesh_sizes(config: DistributedConfig, world: int) -> MeshSizes:
     Raises:
         ConfigError: The configuration asks for another number of processes, or for something that the engine does in
             another way or not at all.
+        MissingPackageError: transformers is too old for plans.
     """
+    require("model.config.distributed_config", PLANS)
+    from patrickstar.integrations.transformers._parallelize import EXCHANGE
+
     # transformers replaces None by 1 in all of them.
     replicas, shards, tp, ep, pp = (
         size or 1

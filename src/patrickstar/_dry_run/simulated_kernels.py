@@ -1,0 +1,87 @@
+"""Simulated costs of a dry run: kernels of the update by their memory traffic, operators by a roofline."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from patrickstar._dry_run.op_tracer import OpCost, OpCosts, matrix_size, operations, touched_bytes
+from patrickstar._dry_run.simulated_channels import SimulatedTransfer, SimulatedUpdate
+from patrickstar._dry_run.simulated_hardware import SimulatedHardware
+from patrickstar._kernels.dispatch import Copy, Kernels
+from patrickstar._kernels.grad_norm import GradStats
+from patrickstar._kernels.update_rule import Gradient, Span
+from patrickstar._perf_model.machine_spec import Machine
+
+
+class SimulatedKernels(Kernels):
+    """Kernels that compute nothing and take the time of their memory traffic."""
+
+    def __init__(self, hardware: SimulatedHardware) -> None:
+        super().__init__(None)
+        self.hardware = hardware
+
+    def has_kernel(self, device: torch.device) -> bool:
+        return True
+
+    def start(self, spans: Sequence[Span], scales: Sequence[float]) -> list[Any]:
+        return self.start_after((), spans, scales)
+
+    def start_after(self, copies: Sequence[Copy], spans: Sequence[Span], scales: Sequence[float]) -> list[Any]:
+        on_host = [span for span in spans if self.hardware.on_host(span.master)]
+        on_device = [span for span in spans if not self.hardware.on_host(span.master)]
+        self._run_on_device(sum(span_bytes(span) for span in on_device))
+        if not on_host:
+            return []
+        nbytes = sum(span_bytes(span) for span in on_host)
+        if not self.hardware.has_gpu:
+            self.hardware.update.run(nbytes, "update")
+            return []
+        from_device = [span for span in on_host if not self.hardware.on_host(span.param)]
+        grads = [span.grad.latest for span in on_host if not self.hardware.on_host(span.grad.latest)]
+        down, up = sum(grad.nbytes for grad in grads), sum(span.param.nbytes for span in from_device)
+        last = copies[-1] if copies else None
+        assert last is None or isinstance(last, SimulatedTransfer), "copies of this hardware are simulated"
+        downloads = self.hardware.down.begin(down, "gradients of an update", after=last) if down else last
+        update = self.hardware.update.begin(nbytes, "update", after=downloads)
+        uploads = self.hardware.up.begin(up, "parameters of an update", after=update) if up else None
+        own = (downloads if down else None, update, uploads)
+        return [SimulatedUpdate(*(each for each in own if each is not None))]
+
+    def grad_stats(self, gradients: Sequence[Gradient], scales: Sequence[float]) -> GradStats:
+        on_host = [grad for grad in gradients if self.hardware.on_host(grad.latest)]
+        on_device = [grad for grad in gradients if not self.hardware.on_host(grad.latest)]
+        self._run_on_device(sum(gradient_bytes(grad) for grad in on_device))
+        self.hardware.update.run(sum(gradient_bytes(grad) for grad in on_host), "gradient statistics")
+        self.hardware.clock.wait_for_device()  # for the values
+        return GradStats(tuple(0.0 for _ in gradients))  # nothing is clipped
+
+    def _run_on_device(self, nbytes: int) -> None:
+        gpu = self.hardware.machine.gpu
+        if gpu is None:
+            self.hardware.update.run(nbytes, "update")
+        else:
+            self.hardware.compute(nbytes / gpu.memory_bandwidth)
+
+
+def gradient_bytes(grad: Gradient) -> int:
+    """Return the bytes of a gradient."""
+    parts = [grad.latest] if grad.accumulated is None else [grad.latest, grad.accumulated]
+    return sum(part.nbytes for part in parts)
+
+
+def span_bytes(span: Span) -> int:
+    """Memory traffic of an update: read gradient, write parameter, read and write states (ZeRO-Offload §5)."""
+    state_bytes = sum(tensor.nbytes for tensor in (span.master, *span.states))
+    return gradient_bytes(span.grad) + span.param.nbytes + 2 * state_bytes
+
+
+def roofline(machine: Machine) -> OpCosts:
+    """Return a cost model in which each operator is bound by its matrix products or by its memory traffic."""
+    bandwidth = (machine.gpu or machine.host).memory_bandwidth
+
+    def cost(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OpCost:
+        compute_s = operations(func, args, kwargs, out) / machine.matmul_rate(matrix_size(args))
+        return OpCost(max(compute_s, touched_bytes(args, kwargs, out) / bandwidth))
+
+    return cost
