@@ -103,8 +103,8 @@ def beside_copies(kernels: Kernels, spans: list[Span], rate: float) -> float:
         start.wait()
         end_s = time.perf_counter()
         for piece in (target if up else source).split(PIECE_NUMEL):
-            here = buffer[: piece.numel()]
-            piece.copy_(here) if up else here.copy_(piece)
+            part = buffer[: piece.numel()]
+            piece.copy_(part) if up else part.copy_(piece)
             end_s += piece.nbytes / rate
             time.sleep(max(0.0, end_s - time.perf_counter()))
 

@@ -23,7 +23,7 @@ def spare(sets: int) -> tuple[HostTier, _SpareBlocks]:
 
 def update(done: bool = True) -> _Update:
     chunks = [SimpleNamespace(nbytes=nbytes) for nbytes in SIZES]
-    return _Update({}, chunks, [], [], running=SimpleNamespace(done=done))
+    return _Update({}, chunks, [], [], [], running=SimpleNamespace(done=done))
 
 
 def test_the_oldest_update_that_has_ended_gives_its_blocks_to_a_newer_one():
