@@ -72,7 +72,7 @@ def main(options: Sequence[str] | None = None) -> float:
         args=DPOConfig(
             args.output,
             use_cpu=not torch.cuda.is_available(),
-            bf16=torch.cuda.is_available(),
+            bf16=False,  # TRL's default is True; without it the precision is the one that is fast here
             per_device_train_batch_size=2,
             max_steps=args.steps,
             max_length=64,

@@ -58,7 +58,6 @@ def main(options: Sequence[str] | None = None) -> float:
         TrainingArguments(
             args.output,
             use_cpu=not torch.cuda.is_available(),
-            bf16=torch.cuda.is_available(),
             per_device_train_batch_size=1,
             gradient_accumulation_steps=4,
             max_steps=args.steps,

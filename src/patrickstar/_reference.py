@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from patrickstar._dry_run.precision_choice import settle_precision
 from patrickstar._kernels.grad_norm import GradStats, block_sums, fold
 from patrickstar._kernels.rounding import canonical_nan_, round_into
 from patrickstar._kernels.update_rule import Rule
@@ -174,8 +175,8 @@ class ReferenceTrainer:
         config: Config,
         optimizer: Callable[["ReferenceTrainer"], ReferenceOptimizer] = ReferenceOptimizer,
     ) -> None:
-        self.config = config
         self.device = config.find_device()
+        config = self.config = settle_precision(config, model, self.device)
         self.module = model if isinstance(model, nn.Module) else model()
         self.scaler = LossScaler(config.precision == "fp16")
         self.unscaled = False

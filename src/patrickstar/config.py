@@ -104,9 +104,10 @@ class Config(Options):
     """Disk tier for chunks that memory can't hold: a `Disk`, or its directory. Default None: no disk."""
     chunk_size: int | str = "auto"
     """Size of a chunk of 16-bit parameters, in bytes or as "64MiB". Default "auto": the size with the least padding."""
-    precision: Literal["bf16", "fp16", "fp32"] = "bf16"
-    """Compute dtype; master parameters are fp32. Default "bf16"; "fp16" uses dynamic loss scaling. A model that mixes
-    dtypes keeps them."""
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    """Compute dtype; master parameters are fp32. Default "auto": on a GPU bf16, or fp16 if it has no bf16; on a CPU
+    bf16 or fp32, whichever is measured to be faster. "fp16" uses dynamic loss scaling. A model that mixes dtypes keeps
+    them."""
     keep_fp32: tuple[str, ...] = ()
     """Parameters that operators read in fp32 beside a 16-bit `precision`: parts of dotted names such as "lm_head" or
     "router.*.weight". Default (): only those that a model of transformers names itself, such as its routers'."""
@@ -133,7 +134,7 @@ class Config(Options):
             host_memory: int | str | None = ...,
             disk: Disk | str | Path | Mapping[str, Any] | None = ...,
             chunk_size: int | str = ...,
-            precision: Literal["bf16", "fp16", "fp32"] = ...,
+            precision: Literal["auto", "bf16", "fp16", "fp32"] = ...,
             keep_fp32: Sequence[str] = ...,
             optimizer: Optimizer | Mapping[str, Any] | Callable[..., torch.optim.Optimizer] = ...,
             update: Delayed | LockFree | Mapping[str, Any] | None = ...,
@@ -228,8 +229,28 @@ class Config(Options):
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Compute dtype of the operators."""
+        """Compute dtype of the operators.
+
+        Raises:
+            ConfigError: The precision is "auto", which stands for a dtype only once it is chosen for a model and a
+                device. `engine.config` has the chosen one.
+        """
+        if self.precision == "auto":
+            raise ConfigError("precision='auto' is chosen when an engine is created: ask engine.config, or set one")
         return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[self.precision]
+
+    def with_precision(self, precision: str) -> "Config":
+        """Return this configuration with the precision that was chosen for "auto".
+
+        `model_fields_set` of the result does not contain the precision: nobody asked for it.
+
+        Raises:
+            ConfigError: Another option excludes this precision.
+        """
+        given = {name: getattr(self, name) for name in self.model_fields_set}
+        chosen = type(self)(**given | {"precision": precision})
+        chosen.model_fields_set.discard("precision")
+        return chosen
 
     def find_device(self) -> torch.device:
         """Find the compute device of this process.

@@ -1,11 +1,13 @@
 """Exactness checks for your model: a plain PyTorch reference, and assertions that the engine is bit-identical to it."""
 
+import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from patrickstar._dry_run.precision_choice import settle_precision
 from patrickstar._engine.engine import Engine
 from patrickstar._lock_free_reference import LockFreeOptimizer
 from patrickstar._reference import PlainOptimizer, ReferenceOptimizer, ReferenceTrainer
@@ -88,6 +90,7 @@ def compare(
     Raises:
         AssertionError: A tensor, named in the message, differs.
     """
+    config = settle_precision(config, model_func, config.find_device())  # once: both need the same
     torch.manual_seed(seed)
     reference = ReferenceTrainer(model_func, config)
     expected = script(reference, reference.optimizer)
@@ -156,6 +159,8 @@ def assert_exact(
         return results
 
     compare(model_func, config, script, stress=stress, seed=seed)
+    # Both trainers are in cycles: until they are collected, their tensors count as non-model data of other engines.
+    gc.collect()
 
 
 def assert_same_bits(expected: Any, found: Any, what: str) -> None:

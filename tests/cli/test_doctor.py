@@ -24,7 +24,16 @@ def report():
 
 def test_every_finding_has_its_line():
     names = [line[:16].strip() for line in report().splitlines()]
-    for name in ("patrickstar", "processor", "memory", "C++ kernel", "Triton kernel", "memory speed", "update speed"):
+    for name in (
+        "patrickstar",
+        "processor",
+        "memory",
+        "C++ kernel",
+        "Triton kernel",
+        "memory speed",
+        "update speed",
+        "products",
+    ):
         assert names.count(name) == 1
 
 
@@ -33,6 +42,24 @@ def test_the_kernel_names_its_instruction_sets():
     text = report()
     assert all(variant in text for variant in CppBackend.find().variants())
     assert "->" not in text.split("Triton kernel")[0]
+
+
+@pytest.mark.parametrize(
+    ("rates", "advice"),
+    [
+        ((100e9, 400e9, 8e9), "train in bf16 on this CPU, as precision='auto' does for a model of these widths; fp16"),
+        (
+            (58e9, 0.7e9, 0.9e9),
+            "train in fp32 on this CPU, as precision='auto' does for a model of these widths; bf16 and",
+        ),
+    ],
+)
+def test_products_are_compared_by_precision(monkeypatch, rates, advice):
+    measured = dict(zip(("fp32", "bf16", "fp16"), rates, strict=True))
+    monkeypatch.setattr(doctor, "product_rate", lambda precision, *widths: measured[precision])
+    finding = doctor._products()
+    assert f"fp32 at {rates[0] / 1e9:.0f} GFLOPS, bf16 at " in finding.text
+    assert advice in finding.advice
 
 
 def refuse(why):

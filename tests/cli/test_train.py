@@ -19,6 +19,7 @@ from typer.testing import CliRunner, Result
 from patrickstar import StepStats
 from patrickstar._cli.console import Progress
 from patrickstar._cli.main import app
+from patrickstar._cli.time_limit import TimeLimit
 from patrickstar._cli.train import learning_rate_factor
 from patrickstar._engine.run_log import RunLog, StepRecord
 from patrickstar._models.model_source import find_model
@@ -253,22 +254,23 @@ def test_progress_is_plain_lines_in_a_file_and_a_bar_in_a_terminal() -> None:
     stats = StepStats(steps=1, disk_bytes=5 << 20, stall_s=0.1, host_peak_model_bytes=3 << 20)
     for terminal in (False, True):
         out = io.StringIO()
-        with Progress(Console(file=out, force_terminal=terminal, width=150), 10, 2**30) as progress:
+        with Progress(Console(file=out, force_terminal=terminal, width=150), 10, 2**30, TimeLimit(None)) as progress:
             progress.show(replace(RECORD, stats=stats))
             progress.show(replace(RECORD, step=4, stats=stats))
         shown = out.getvalue()
         figures = "loss 2.5000  1,024 tokens/s  device 0 B + 0 B of 1.00 GiB  host 3.00 MiB  disk 5.00 MiB  moved 0 B"
         assert f"{figures}  waiting 20%" in shown
         assert ("\x1b" in shown) is terminal
-        # A file gets whole lines, a terminal a bar that is drawn over, with the time that is left.
+        # A file gets whole lines, a terminal a bar that is drawn over; both get the time that is left.
         assert shown.count(f"step  3/10  {figures}") == (0 if terminal else 1)
-        assert ("0:00:03 left" in shown) is terminal
+        assert "0:00:04 left" in shown and "0:00:03 left" in shown
+        assert ("step 1 is running" in shown) is terminal  # before the first one has ended
 
 
 def test_quiet_progress_shows_nothing() -> None:
     for terminal in (False, True):
         out = io.StringIO()
-        with Progress(Console(file=out, force_terminal=terminal), 10, 2**30, quiet=True) as progress:
+        with Progress(Console(file=out, force_terminal=terminal), 10, 2**30, TimeLimit(None), quiet=True) as progress:
             progress.show(RECORD)
         assert out.getvalue() == ""
 

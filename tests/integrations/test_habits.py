@@ -45,7 +45,7 @@ def test_save_pretrained_of_the_module(shard, tmp_path):
 
 
 def test_a_state_dict_of_the_caller_keeps_its_dtype(tmp_path):
-    engine = trained(gpt2)
+    engine = trained(gpt2, precision="bf16")
     state = {name: value.bfloat16() for name, value in engine.module.state_dict().items()}
     engine.module.save_pretrained(tmp_path, state_dict=state)
     assert GPT2LMHeadModel.from_pretrained(tmp_path).dtype == torch.bfloat16

@@ -153,7 +153,7 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_built():
         return nn.Sequential(*(nn.Linear(1 << 15, 1 << 15) for _ in range(64)))
 
     with pytest.raises(BudgetError, match="the model data of 962"):
-        ps.initialize(build, ps.Config(device="cpu", device_memory="1GiB", host_memory="1GiB"))
+        ps.initialize(build, ps.Config(device="cpu", precision="bf16", device_memory="1GiB", host_memory="1GiB"))
     assert built == ["meta"]
 
 

@@ -14,7 +14,7 @@ from patrickstar.optim import SGD, Adam, AdamW, Lion, TorchOptimizer
 def test_a_budget_is_all_there_is_to_choose():
     config = Config()
     assert (config.device, config.device_memory, config.host_memory, config.chunk_size) == ("auto", None, None, "auto")
-    assert config.precision == "bf16"
+    assert config.precision == "auto"
     assert config.optimizer == AdamW()
     assert config.activation_offload is False
 

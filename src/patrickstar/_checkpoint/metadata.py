@@ -1,6 +1,7 @@
 """Plain data of a checkpoint: metadata common to all processes, and per rank, with its random number generators."""
 
 import random
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -83,6 +84,11 @@ def read_common(reader: CheckpointReader) -> CommonMetadata:
             f"processes, and {processes} wrote the checkpoint"
         )
     return common
+
+
+def precision_of(folder: Path) -> str:
+    """Return the precision that a checkpoint was trained in. Raises CheckpointError if it can't be read."""
+    return read_common(CheckpointReader(folder)).precision
 
 
 def read_rank(reader: CheckpointReader, rank: int) -> RankMetadata:

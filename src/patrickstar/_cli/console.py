@@ -2,6 +2,7 @@
 
 from collections import deque
 from datetime import timedelta
+from functools import partial
 from statistics import median
 from types import TracebackType
 from typing import Self
@@ -12,7 +13,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from patrickstar._cli.first_step_notice import FirstStepNotice
 from patrickstar._cli.summary import Summary
+from patrickstar._cli.time_limit import TimeLimit
 from patrickstar._engine.run_log import StepRecord, memory_figures, waiting_figure
 from patrickstar._layout.byte_size import format_size
 from patrickstar.integrations._meshes import MeshSizes
@@ -46,14 +49,30 @@ class Progress:
         console: Where to print.
         steps: Number of the last step.
         device_budget_bytes: Budget of the device, to be compared with what is used.
+        limit: Limit on the time of the run.
+        done: Number of steps that were completed before.
+        notice: Text for a first step that takes long.
         quiet: Show nothing.
     """
 
-    def __init__(self, console: Console, steps: int, device_budget_bytes: int, quiet: bool = False) -> None:
+    def __init__(
+        self,
+        console: Console,
+        steps: int,
+        device_budget_bytes: int,
+        limit: TimeLimit,
+        *,
+        done: int = 0,
+        notice: str = "",
+        quiet: bool = False,
+    ) -> None:
         self._console = console
         self._steps = steps
         self._device_budget_bytes = device_budget_bytes
+        self._limit = limit
+        self._done = done
         self._quiet = quiet
+        self._notice = FirstStepNotice(partial(print_text, console, notice))
         self._seconds: deque[float] = deque(maxlen=RECENT_STEPS)
         # Refreshed manually once per step, so that no thread draws while the step computes.
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal and not quiet else None
@@ -61,32 +80,40 @@ class Progress:
     def show(self, record: StepRecord) -> None:
         """Update the live display, or print a new line."""
         assert record.loss is not None and record.tokens is not None, "the training loop logs them"
+        self._notice.end()
         self._seconds.append(record.elapsed_s)
-        head, figures = self._step(record), self._figures(record)
+        figures, left = self._figures(record), self._time_left(record)
         if self._live is not None:
-            bar = Table.grid(padding=(0, 1))
-            bar.add_row(head, ProgressBar(self._steps, record.step, width=BAR_WIDTH), self._time_left(record))
-            self._live.update(Group(bar, Text("  ".join(figures), no_wrap=True, overflow="ellipsis")), refresh=True)
+            self._draw(self._live, record.step, left, "  ".join(figures))
         elif not self._quiet:
-            print_text(self._console, "  ".join((head, *figures)))
+            print_text(self._console, "  ".join((self._step(record.step), *figures, left)))
+
+    def _draw(self, live: Live, step: int, left: str, figures: str) -> None:
+        bar = Table.grid(padding=(0, 1))
+        bar.add_row(self._step(step), ProgressBar(self._steps, step, width=BAR_WIDTH), left)
+        live.update(Group(bar, Text(figures, no_wrap=True, overflow="ellipsis")), refresh=True)
 
     def __enter__(self) -> Self:
         if self._live is not None:
             self._live.start()
+            self._draw(self._live, self._done, "", f"step {self._done + 1} is running")
+        if not self._quiet:
+            self._notice.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._notice.end()
         if self._live is not None:
             self._live.stop()
 
-    def _step(self, record: StepRecord) -> str:
-        return f"step {record.step:>{len(str(self._steps))}}/{self._steps}"
+    def _step(self, step: int) -> str:
+        return f"step {step:>{len(str(self._steps))}}/{self._steps}"
 
     def _time_left(self, record: StepRecord) -> str:
-        left_s = round((self._steps - record.step) * median(self._seconds))
-        return f"{timedelta(seconds=left_s)} left"
+        left_s = min((self._steps - record.step) * median(self._seconds), max(0.0, self._limit.left_s))
+        return f"{timedelta(seconds=round(left_s))} left"
 
     def _figures(self, record: StepRecord) -> tuple[str, ...]:
         stats = record.stats
@@ -110,6 +137,8 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
     ratio = summary.model_data_bytes / summary.device_budget_bytes
     stats = summary.stats
     steps = f"{summary.steps}, interrupted" if summary.interrupted else str(summary.steps)
+    if summary.minutes is not None:
+        steps += f", ended by --minutes {summary.minutes:g}"
     distributed = summary.processes > 1
     sizes = MeshSizes(summary.processes, summary.tp, summary.ep, summary.replicas)
     return [

@@ -10,6 +10,8 @@ from rich.console import Console
 import patrickstar
 from patrickstar._cli.console import print_row
 from patrickstar._dry_run.machine_profile import ROUNDS, benchmark_span, elapsed_s, measure_disk
+from patrickstar._dry_run.precision_choice import SLOW_RATIO, faster_on_cpu, gflops
+from patrickstar._dry_run.product_rates import TYPICAL_WIDTH, product_rate
 from patrickstar._kernels.cpp_backend import CppBackend, Unavailable
 from patrickstar._kernels.dispatch import Backend
 from patrickstar._kernels.eager_backend import EagerBackend
@@ -57,6 +59,7 @@ def examine(trial_numel: int = TRIAL_NUMEL, disk: Path | None = None) -> list[Fi
         kernel,
         _triton(),
         *_speed(backend, trial_numel),
+        _products(),
         *(_disk(disk) if disk is not None else []),
     ]
 
@@ -127,6 +130,19 @@ def _triton() -> Finding:
         text = "not available. Updates on the GPU use PyTorch's operators, with bit-identical results"
         return Finding("Triton kernel", text, str(error))
     return Finding("Triton kernel", "available, tested on the first GPU")
+
+
+def _products() -> Finding:
+    """Compare the precisions by the products of a linear layer on one core."""
+    names = ("fp32", "bf16", "fp16")
+    rates = {name: product_rate(name, TYPICAL_WIDTH, TYPICAL_WIDTH) for name in names}
+    text = ", ".join(f"{name} at {gflops(rates[name])}" for name in names)
+    faster = faster_on_cpu(rates["bf16"], rates["fp32"])
+    slow = [name for name in names if rates["fp32"] >= SLOW_RATIO * rates[name]]
+    advice = f"train in {faster} on this CPU, as precision='auto' does for a model of these widths"
+    if slow:
+        advice += f"; {' and '.join(slow)} would take {SLOW_RATIO} times as long as fp32, or longer"
+    return Finding("products", f"a core computes a layer of {TYPICAL_WIDTH:,} to {TYPICAL_WIDTH:,} in {text}", advice)
 
 
 def _speed(backend: Backend, numel: int) -> list[Finding]:

@@ -9,6 +9,7 @@ from patrickstar._cli.console import print_row, print_text
 from patrickstar._cli.late_updates import late_steps
 from patrickstar._cli.train_options import TrainOptions
 from patrickstar._cli.training_setup import training_config
+from patrickstar._dry_run.precision_choice import PrecisionChoice, settle_precision
 from patrickstar._dry_run.report import DryRunReport
 from patrickstar._dry_run.simulation import simulate, simulate_on_this_machine
 from patrickstar._models.model_source import find_model
@@ -45,16 +46,22 @@ def dry_run_training(
     source.check_sequence(options.sequence)
     step = training_step(token_ids(options.batch, options.sequence), options.accumulation, options.max_norm)
     build = source.to_meta(options.activation_checkpointing)
+    choices: list[PrecisionChoice] = []
+    spec = None if machine is None or machine == "here" else find_machine(machine)
+    if spec is None:
+        config = settle_precision(config, build, config.find_device(), say=choices.append)
+    elif config.precision == "auto":
+        config = config.with_precision(spec.precision)
+        choices.append(PrecisionChoice(spec.precision, f"the spec of {spec.name} describes its products in it"))
 
     def run(config: ps.Config) -> DryRunReport:
-        if machine is None or machine == "here":
+        if spec is None:
             device = config.find_device()
             return simulate_on_this_machine(ps.Engine, build, config, step, device, None, processes, options.replicas)
-        found = find_machine(machine)
-        return simulate(ps.Engine, build, config, step, found, processes=processes, replicas=options.replicas)
+        return simulate(ps.Engine, build, config, step, spec, processes=processes, replicas=options.replicas)
 
     report = run(config)
-    print_text(console, str(report))
+    print_text(console, "\n".join(map(str, (*choices, report))))
     print_row(console, "compare", "`patrickstar plan` finds the fastest batch, and the least time of any placement")
     if config.update is None and processes == 1:
         for label, text in late_steps(report, config, run):

@@ -54,6 +54,13 @@ def train(
     batch: Annotated[int, typer.Option(min=1, help="Sequences per batch and process.")] = 4,
     accumulation: Annotated[int, typer.Option(min=1, help="Batches per optimizer step (gradient accumulation).")] = 1,
     steps: Annotated[int, typer.Option(min=1, help="Number of optimizer steps.")] = 100,
+    minutes: Annotated[
+        float | None,
+        typer.Option(
+            help="Stop at the end of a step, before this many minutes have passed; --resume continues the run. The "
+            "learning rate follows --steps. Default: no limit."
+        ),
+    ] = None,
     lr: Annotated[float, typer.Option(min=0, help="Peak learning rate.")] = 3e-4,
     warmup_steps: Annotated[
         int, typer.Option(min=0, help="Steps of linear learning rate warm-up; a cosine decay follows.")
@@ -62,7 +69,12 @@ def train(
     max_norm: Annotated[
         float, typer.Option(min=0, help="Clip gradients to this global norm; 0 disables clipping.")
     ] = 1.0,
-    precision: Annotated[Literal["bf16", "fp16", "fp32"], typer.Option(help="Compute precision.")] = "bf16",
+    precision: Annotated[
+        Literal["auto", "bf16", "fp16", "fp32"],
+        typer.Option(
+            help="Compute precision. auto: what is fast on the device, or that of the checkpoint of --resume."
+        ),
+    ] = "auto",
     device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Compute device.")] = "auto",
     device_memory: Annotated[
         str | None,

@@ -19,7 +19,8 @@ def refuse_too_large(options: TrainOptions) -> None:
     preset = PRESETS.get(options.model)
     if preset is None or options.disk is not None or options.device_memory is None or options.host_memory is None:
         return
-    compute = str(Config(precision=options.precision).compute_dtype).removeprefix("torch.")
+    least = "bf16" if options.precision == "auto" else options.precision  # what is chosen later takes no less
+    compute = str(Config(precision=least).compute_dtype).removeprefix("torch.")
     needed = preset.layers * preset.layer_numel * schema_for(compute, trained=True).bytes_per_param
     device, host = parse_size(options.device_memory), parse_size(options.host_memory)
     machine = psutil.virtual_memory().total

@@ -20,6 +20,8 @@ class Summary:
     precision: str
     steps: int
     interrupted: bool
+    minutes: float | None
+    """Limit that ended the run before its last step, if one did."""
     loss_first: float
     loss_last: float
     tokens_per_s: float

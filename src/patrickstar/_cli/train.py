@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -14,16 +14,20 @@ from rich.console import Console
 from torch.optim.lr_scheduler import LambdaLR
 
 import patrickstar as ps
+from patrickstar._checkpoint.metadata import precision_of
 from patrickstar._cli.console import LEGEND, Progress, print_summary, print_text
 from patrickstar._cli.corpus import Corpus, open_corpus
+from patrickstar._cli.first_step_notice import NOTICE_S
 from patrickstar._cli.parallelism import Parallelism
 from patrickstar._cli.run_checkpoints import ResumeOptions, RunMetadata
 from patrickstar._cli.sampler import BatchSampler
 from patrickstar._cli.summary import Summary
+from patrickstar._cli.time_limit import TimeLimit
 from patrickstar._cli.tokenizer import load_tokens
 from patrickstar._cli.train_options import TrainOptions
 from patrickstar._cli.training_setup import training_config
 from patrickstar._distributed.process_group import World
+from patrickstar._dry_run.precision_choice import PrecisionChoice, settle_precision
 from patrickstar._engine.initialize import check_fit, create_engine
 from patrickstar._engine.recording import Recording
 from patrickstar._engine.run_log import RunLog, StepRecord
@@ -58,6 +62,7 @@ def train(options: TrainOptions, console: Console) -> Summary | None:
         KeyboardInterrupt: Ctrl-C before the first step was completed.
         PatrickStarError: Options, data or model cannot be used, or a loss is not finite.
     """
+    limit = TimeLimit(options.minutes)
     config = training_config(options)
     device = config.find_device()
     world = World.find(device)
@@ -69,20 +74,25 @@ def train(options: TrainOptions, console: Console) -> Summary | None:
     source = find_model(options.model, options.vocab_size)
     source.check_sequence(options.sequence)
     parallelism = Parallelism.of(options, source, world, device.type)
+    resume = ResumeOptions.of(options, world)
+    build = source.to_meta(options.activation_checkpointing)
+    choices: list[PrecisionChoice] = []
+    if config.precision == "auto" and resume.resumed is not None:
+        config = config.with_precision(precision_of(resume.resumed))
+        choices.append(PrecisionChoice(config.precision, f"{resume.resumed} was trained in it"))
+    config = settle_precision(config, build, device, world, say=choices.append)
     swap_bytes = 0
     if alone:
-        build = source.to_meta(options.activation_checkpointing)
         swap_bytes = check_fit(
             build, config, dict.fromkeys(("input_ids", "labels"), token_ids(options.batch, options.sequence))
         )
     corpus = open_corpus(options.data)
-    resume = ResumeOptions.of(options, world)
     if resume.step >= options.steps:
         print_text(console, f"{resume.resumed} was saved after the last step: nothing is left to do")
         return None
     with RunLog(options.log, 0 if resume.resumed is None else resume.step) as log:
         if not options.quiet:
-            _print_header(console, source, corpus, parallelism.sizes)
+            _print_header(console, source, corpus, parallelism.sizes, choices)
         if rank:
             world.all_gather_object(None)  # wait until rank 0 has cached tokenizer and tokens
         tokens = load_tokens(corpus, source.vocabulary)
@@ -100,18 +110,27 @@ def train(options: TrainOptions, console: Console) -> Summary | None:
             metadata = None
             if resume.every:
                 metadata = RunMetadata.of(options, source, engine.module, corpus, resume.agents)
-            run = _TrainingRun(options, engine, batches, resume, metadata)
+            run = _TrainingRun(options, engine, batches, resume, metadata, limit)
             if resume.resumed is not None:
                 run.resume(resume.resumed)
                 if not options.quiet:
                     print_text(console, f"resumed from {resume.resumed}")
+            shown = Progress(
+                console,
+                options.steps,
+                engine.device_budget_bytes,
+                limit,
+                done=run.step,
+                notice=_first_step_notice(options, engine),
+                quiet=options.quiet,
+            )
             with (
-                Progress(console, options.steps, engine.device_budget_bytes, options.quiet) as progress,
+                shown as progress,
                 engine.record(log, steps=run.step, tensorboard=options.tensorboard) as recording,
             ):
                 records, interrupted = _training_loop(run, recording, progress)
             engine.finish_saving()
-            summary = _summary(options, engine, records, interrupted)
+            summary = _summary(run, records, interrupted)
             log.write("summary", asdict(summary))
             print_summary(console, summary)
         finally:
@@ -119,13 +138,27 @@ def train(options: TrainOptions, console: Console) -> Summary | None:
     return summary
 
 
-def _print_header(console: Console, source: ModelSource, corpus: Corpus, sizes: MeshSizes) -> None:
+def _print_header(
+    console: Console, source: ModelSource, corpus: Corpus, sizes: MeshSizes, choices: Sequence[PrecisionChoice]
+) -> None:
     file = source.vocabulary.file
     origin = f"tokenizer {file}" if file else f"a byte-pair tokenizer of {source.vocabulary.size} tokens trained on it"
     text = f"{source.name} on {corpus.name} ({len(corpus.paths)} files), {origin}"
     if sizes.world > 1:
         text += f"\n{sizes}"
-    print_text(console, f"{text}\n{LEGEND}")
+    print_text(console, "\n".join((text, *map(str, choices), LEGEND)))
+
+
+def _first_step_notice(options: TrainOptions, engine: ps.Engine) -> str:
+    tokens = options.batch * options.sequence * options.accumulation
+    measured = "" if options.precision == "auto" else "--precision auto, which takes what is fast on this machine; "
+    return (
+        f"the first step has taken {NOTICE_S:.0f} s and still runs: {tokens:,} tokens through "
+        f"{sum(param.numel() for param in engine.parameters()):,} parameters in {engine.config.precision} on "
+        f"{engine.device.type}; it also records the accesses by which later steps are planned. If it takes too long, "
+        f"end it with Ctrl-C and try: {measured}a smaller --batch, --sequence or --model; `patrickstar doctor` shows "
+        f"the rates of this machine"
+    )
 
 
 class _TrainingRun:
@@ -138,9 +171,13 @@ class _TrainingRun:
         batches: BatchSampler,
         resume: ResumeOptions,
         metadata: RunMetadata | None,
+        limit: TimeLimit,
     ) -> None:
         self.options = options
         self.engine = engine
+        self._limit = limit
+        self.out_of_time = False
+        """True once the limit on the run's time has ended it before its last step."""
         self.step = 0
         """Number of completed steps."""
         self.batches, self._resume, self._metadata = batches, resume, metadata
@@ -164,9 +201,14 @@ class _TrainingRun:
         """Continue from a checkpoint. Raise CheckpointError if it belongs to another run."""
         self.engine.load(checkpoint, self._state)
 
+    def note_time(self, step_s: float) -> None:
+        """End the run if no step of `step_s` seconds fits into its time; all processes decide so together."""
+        if self._limit.minutes is not None and self.step < self.options.steps:
+            self.out_of_time = self.engine.average(self._limit.is_due(step_s)) > 0
+
     def save_if_due(self) -> None:
         """Write a checkpoint if one is due: in the background, except after the last step."""
-        last = self.step == self.options.steps
+        last = self.step == self.options.steps or self.out_of_time
         if (
             self._resume.checkpoints is not None
             and (self.step % self._resume.every == 0 or last)
@@ -183,7 +225,7 @@ def _training_loop(run: _TrainingRun, recording: Recording, progress: Progress) 
     records: list[StepRecord] = []
     batches = iter(run.batches)
     try:
-        while run.step < options.steps:
+        while run.step < options.steps and not run.out_of_time:
             started = time.perf_counter()
             learning_rate = float(run.scheduler.get_last_lr()[0])
             loss, norm = _step(options, engine, batches, run.step + 1)
@@ -198,6 +240,7 @@ def _training_loop(run: _TrainingRun, recording: Recording, progress: Progress) 
             )
             records.append(record)
             progress.show(record)
+            run.note_time(record.elapsed_s)
             run.save_if_due()
     except KeyboardInterrupt:
         if not records:
@@ -227,7 +270,8 @@ def _step(
     return sum(losses) / len(losses), norm
 
 
-def _summary(options: TrainOptions, engine: ps.Engine, records: list[StepRecord], interrupted: bool) -> Summary:
+def _summary(run: _TrainingRun, records: list[StepRecord], interrupted: bool) -> Summary:
+    options, engine = run.options, run.engine
     layout = engine.layout
     losses = [record.loss for record in records if record.loss is not None]
     timed = records[1:] or records
@@ -236,9 +280,10 @@ def _summary(options: TrainOptions, engine: ps.Engine, records: list[StepRecord]
         parameters=sum(param.numel() for param in engine.parameters()),
         machine=machine_name(engine.device),
         device=engine.device.type,
-        precision=options.precision,
+        precision=engine.config.precision,
         steps=len(records),
         interrupted=interrupted,
+        minutes=options.minutes if run.out_of_time else None,
         loss_first=fmean(losses[:_MEAN_STEPS]),
         loss_last=fmean(losses[-_MEAN_STEPS:]),
         tokens_per_s=sum(record.tokens or 0 for record in timed) / sum(record.elapsed_s for record in timed),

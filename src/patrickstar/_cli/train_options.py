@@ -16,11 +16,12 @@ class TrainOptions:
     batch: int
     accumulation: int
     steps: int
+    minutes: float | None
     lr: float
     warmup_steps: int
     weight_decay: float
     max_norm: float
-    precision: Literal["bf16", "fp16", "fp32"]
+    precision: Literal["auto", "bf16", "fp16", "fp32"]
     device: Literal["auto", "cpu", "cuda"]
     device_memory: str | None
     host_memory: str | None

@@ -244,6 +244,8 @@ def simulate(
     """
     cluster = Cluster(machine, processes, replicas)
     machine = machine.share(cluster.per_machine)
+    if config.precision == "auto":
+        config = config.with_precision(machine.precision)
     if config.update is not None:  # the steps that are simulated are those that are delayed
         files = dict(log=None, replay=None) if isinstance(config.update, LockFree) else {}
         config = config.model_copy(update={"update": config.update.model_copy(update={"after": 1} | files)})

@@ -76,6 +76,7 @@ def traced_workloads(
         largest, numel = max(sizes, default=1), sum(sizes)
         config = Config(
             device="cpu",
+            precision=machine.precision,
             device_memory=AMPLE_BYTES_PER_PARAM * numel + AMPLE_ACTIVATION_BYTES,
             host_memory=AMPLE_BYTES_PER_PARAM * (numel + largest),
             chunk_size=largest,

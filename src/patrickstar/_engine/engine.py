@@ -10,6 +10,7 @@ from torch import nn
 
 from patrickstar._distributed.process_group import Processes
 from patrickstar._distributed.single_process import SINGLE_PROCESS
+from patrickstar._dry_run.precision_choice import settle_precision, warn_of_slow_precision
 from patrickstar._engine.chunk_optimizer import ChunkOptimizer
 from patrickstar._engine.core import EngineCore
 from patrickstar._engine.engine_state import EngineState
@@ -43,7 +44,11 @@ class Engine(EngineView, EngineState):
         mesh: Any = None,
         **overrides: Any,
     ) -> None:
+        if config.precision == "auto":  # `initialize` has chosen, since it checks what fits before
+            config = settle_precision(config, model, config.find_device(), world)
         self._core = EngineCore(model, config, weights, world=world, mesh=mesh, **overrides)
+        if "hardware" not in overrides and not world.rank:  # a dry run's is of another machine
+            warn_of_slow_precision(config, self._core.module, self._core.device)
         self.optimizer = ChunkOptimizer(self._core)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

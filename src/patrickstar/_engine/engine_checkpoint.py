@@ -1,5 +1,6 @@
 """Checkpoints of an engine's state, from which training resumes with identical bits."""
 
+import warnings
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -209,6 +210,13 @@ class EngineCheckpoint:
                     error = caught  # raised in every process
         if error is not None:
             raise error
+        if common.precision != core.config.precision and "precision" not in core.config.model_fields_set:
+            warnings.warn(
+                f"{folder} was trained in {common.precision}, and precision='auto' is {core.config.precision} here: "
+                f"training goes on in {core.config.precision}. For the bits of an uninterrupted run, give "
+                f"precision={common.precision!r}",
+                stacklevel=3,
+            )
         restore_random_states(own.random, core.device)
         for name, value in state.items():
             if hasattr(value, "load_state_dict"):

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from patrickstar._distributed.process_group import Processes, World
+from patrickstar._dry_run.precision_choice import settle_precision
 from patrickstar._engine.chunk_optimizer import ChunkOptimizer
 from patrickstar._engine.core import EngineCore
 from patrickstar._engine.engine import Engine
@@ -93,7 +94,9 @@ def initialize(
         ModelError: A parameter or buffer cannot be managed.
     """
     config = Config.of(config)
-    world = World.find(config.find_device())
+    device = config.find_device()
+    world = World.find(device)
+    config = settle_precision(config, model, device, world)
     swap_bytes = 0
     if (
         world.size == 1

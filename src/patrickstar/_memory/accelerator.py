@@ -86,6 +86,18 @@ class Accelerator:
         """Product name of the device."""
         return str(self.module.get_device_name(self.index))
 
+    @property
+    def has_bf16(self) -> bool:
+        """True if it has products in bf16, not emulated ones; also if PyTorch can't tell."""
+        supported = getattr(self.module, "is_bf16_supported", None)
+        if supported is None:
+            return True
+        with torch.accelerator.device_index(self.index):
+            try:
+                return bool(supported(including_emulation=False))
+            except TypeError:  # not every type of device has the argument
+                return bool(supported())
+
     # Threads
 
     def _current_index(self) -> int:

@@ -4,7 +4,7 @@ import tomllib
 from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -36,6 +36,8 @@ class Gpu(_Part):
     memory_bandwidth: Rate
     half_rate_size: int = Field(default=0, ge=0)
     """Size of square products that reach half of `matmul_tflops`; 0 if all sizes reach it."""
+    bf16: bool = True
+    """False if its 16-bit products are in fp16 only, as before NVIDIA's Ampere."""
 
     def matmul_rate(self, size: int) -> float:
         """Return the operations per second of a product whose smallest side is `size`."""
@@ -123,6 +125,11 @@ class Machine(_Part):
     def device_memory(self) -> int:
         """Bytes of one compute tier: a GPU or the host."""
         return self.gpu.memory if self.gpu is not None else self.host.memory
+
+    @property
+    def precision(self) -> Literal["bf16", "fp16"]:
+        """Precision of its 16-bit products, which the rates describe."""
+        return "bf16" if self.gpu is None or self.gpu.bf16 else "fp16"
 
     def matmul_rate(self, size: int | None = None) -> float:
         """Return the operations per second of products whose smallest side is `size`; None means large."""

@@ -91,7 +91,7 @@ def config_text(machine: Machine, best: Estimate) -> str:
     disk = ', disk="FOLDER ON THE DRIVE"' if machine.disk is not None and best.disk_bytes else ""
     torchrun = "" if best.processes == 1 else f"torchrun --nproc-per-node {best.mesh.gpus} script.py\n"
     recompute = "model.activation_checkpointing_enable()\n" if best.workload.checkpointing else ""
-    config = f'config = ps.Config(precision="bf16"{disk}, optimizer=ps.AdamW(lr=1e-4))'
+    config = f'config = ps.Config(precision="{machine.precision}"{disk}, optimizer=ps.AdamW(lr=1e-4))'
     return f"{torchrun}{recompute}{config}\nengine, optimizer = ps.initialize(model, config)"
 
 

@@ -57,7 +57,7 @@ class TracedModel:
             BudgetError: The engine does not fit this step.
         """
         work = best.workload
-        config = Config(precision="bf16", disk=None if machine.disk is None else Disk("."))
+        config = Config(precision=machine.precision, disk=None if machine.disk is None else Disk("."))
         build, step = self.build(work.checkpointing), self.step(work.batch)
         return simulate(Engine, build, config, step, machine, processes=best.processes)
 

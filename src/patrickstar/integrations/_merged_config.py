@@ -9,7 +9,7 @@ from patrickstar.optim import Optimizer
 
 def check_precision(config: Config, precision: str, selects: str) -> None:
     """Raise ConfigError if the configuration sets another precision. `selects`: begin of the text, up to the verb."""
-    if "precision" in config.model_fields_set and config.precision != precision:
+    if config.precision not in ("auto", precision):
         raise ConfigError(
             f"{selects} {precision}, and ps.Config selects {config.precision}: leave precision out of ps.Config"
         )

@@ -13,6 +13,8 @@ from accelerate.utils import DistributedType, DynamoBackend
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from patrickstar._distributed.process_group import World
+from patrickstar._dry_run.precision_choice import settle_precision
 from patrickstar._engine.engine import Engine
 from patrickstar._engine.initialize import initialize
 from patrickstar.config import Config
@@ -55,7 +57,8 @@ class Accelerator(EngineAccelerator):
     Args:
         config: Memory budgets (`device_memory`, `host_memory`, `disk`, `chunk_size`; bytes, or text such as "4GiB")
             and settings without an argument here. Default: the memory that the machine has.
-        mixed_precision: "no", "bf16" or "fp16". Default: what `accelerate launch` sets, then `config`, then "no".
+        mixed_precision: "no", "bf16" or "fp16". Default: what `accelerate launch` sets, unless it is "no"; then that
+            of `config`, which by default chooses what is fast on the machine.
         **options: Keyword arguments of `accelerate.Accelerator`.
 
     Raises:
@@ -72,7 +75,9 @@ class Accelerator(EngineAccelerator):
         **options: Any,
     ) -> None:
         self._user_config = Config.of(config)
-        self._precision = _precision(mixed_precision, self._user_config)
+        self._precision: Any = _precision(mixed_precision, self._user_config)
+        self._chosen = False
+        """True if no argument and no option named the precision."""
         # Operators run in the engine's precision, without autocast and without a scaler of accelerate's.
         super().__init__(mixed_precision="no", **options)
         if self.distributed_type in SHARDING:
@@ -85,6 +90,9 @@ class Accelerator(EngineAccelerator):
                 f"dynamo_backend={self.state.dynamo_plugin.backend.value} is not supported: compile the model's blocks "
                 f"first, with block.compile()"
             )
+        if self._precision == "auto":  # before there is a model: scripts read `mixed_precision` to load one
+            self._user_config = settle_precision(self._user_config, None, self.device, World.find(self.device))
+            self._precision, self._chosen = self._user_config.precision, True
         self._engine_has_state = False
         self._save_hook = self.register_save_state_pre_hook(self._save_engine)
         self._load_hook = self.register_load_state_pre_hook(self._load_engine)
@@ -172,7 +180,8 @@ class Accelerator(EngineAccelerator):
                 "prepare(model, ps.AdamW(lr=1e-4))"
             )
         selected = f"the Accelerator selects the device {str(self.device)!r} (cpu=...)"
-        return merge_config(config, self._precision, self.device, selected, optimizer)
+        merged = merge_config(config, self._precision, self.device, selected, optimizer)
+        return merged.with_precision(self._precision) if self._chosen else merged
 
     def prepare_model(self, model: nn.Module, *args: Any, **options: Any) -> nn.Module:
         """Register the model that `prepare` has given to the engine. Raises ConfigError for any other one."""
@@ -335,13 +344,10 @@ def _is_unprepared(value: Any) -> bool:
 
 
 def _precision(mixed_precision: Any, config: Config) -> str:
-    """Return the engine's precision. Raises ConfigError for a value that is not supported, or contradicts `config`."""
-    explicit = "precision" in config.model_fields_set
-    given = None if mixed_precision is None else str(getattr(mixed_precision, "value", mixed_precision))
-    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if given is None and not (explicit and launched == "no"):  # `accelerate launch` sets "no" without being asked
-        given = launched
-    if given is None:
+    """Return the precision that is asked for. Raises ConfigError if it is not supported, or contradicts `config`."""
+    given = os.environ.get("ACCELERATE_MIXED_PRECISION", "no") if mixed_precision is None else mixed_precision
+    given = str(getattr(given, "value", given))
+    if mixed_precision is None and given == "no":  # `accelerate launch` sets it without being asked
         return config.precision
     if given not in PRECISIONS:
         raise ConfigError(f"mixed_precision={given!r} is not supported: use {', '.join(map(repr, PRECISIONS))}")

@@ -12,7 +12,7 @@ from torch import nn
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy, rotate_checkpoints
 
-from patrickstar._checkpoint.metadata import random_states, restore_random_states
+from patrickstar._checkpoint.metadata import precision_of, random_states, restore_random_states
 from patrickstar._engine.engine import Engine
 from patrickstar._engine.initialize import initialize
 from patrickstar.config import Config
@@ -68,6 +68,8 @@ class Trainer(transformers.Trainer):
     def __init__(self, *args: Any, config: Config | None = None, **options: Any) -> None:
         self._user_config = config if config is not None else Config()
         self._managed: Managed | None = None
+        self._resumed: Path | None = None
+        """Checkpoint that training resumes, whose precision an engine has that is created then."""
         self._parallelism: ModelParallelism | None = None
         self._user_optimizer: Any = None
         super().__init__(*args, **options)
@@ -124,9 +126,10 @@ class Trainer(transformers.Trainer):
                 # `model_init` created a new model; the previous one is not trained any more.
                 self._managed.engine.close(keep=False)
             self._divide()
-            engine = self.make_engine(
-                self.model, training_args.merge(self._user_config, self.args, self._chosen_optimizer())
-            )
+            config = training_args.merge(self._user_config, self.args, self._chosen_optimizer())
+            if config.precision == "auto" and self._resumed is not None:
+                config = config.with_precision(precision_of(self._resumed))
+            engine = self.make_engine(self.model, config)
             make_savable(engine)
             self._managed = Managed(engine)
             self.accelerator.engine = engine
@@ -348,6 +351,7 @@ class Trainer(transformers.Trainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         folder = Path(resume_from_checkpoint)
         if (folder / ENGINE_FOLDER).is_dir():
+            self._resumed = folder / ENGINE_FOLDER
             return  # _load_optimizer_and_scheduler loads the parameters too, once there is an engine
         if (folder / OPTIMIZER_FILE).is_file():
             raise TrainingError(

@@ -56,9 +56,10 @@ def refuse(args: TrainingArguments) -> None:
 def merge(user_config: Config, args: TrainingArguments, optimizer: Optimizer) -> Config:
     """Return the user's configuration with precision and device of the arguments, and the optimizer.
 
-    Raises ConfigError if the configuration contradicts the arguments.
+    Arguments without bf16 and fp16 leave the precision to the configuration. Raises ConfigError if the configuration
+    contradicts the arguments.
     """
-    precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
+    precision = "bf16" if args.bf16 else "fp16" if args.fp16 else user_config.precision
     check_precision(user_config, precision, "bf16 and fp16 of the arguments select")
     selected = f"the arguments select the device {str(args.device)!r} (use_cpu={args.use_cpu})"
     return merge_config(user_config, precision, args.device, selected, optimizer)
