@@ -40,7 +40,7 @@ def test_arguments_of_a_trainer(tmp_path, flags, config, precision):
 
 
 def test_arguments_that_name_another_precision_than_the_configuration_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="bf16, and ps.Config selects fp32"):
+    with pytest.raises(ConfigError, match=r"bf16, and ps\.Config selects fp32"):
         merge(ps.Config(precision="fp32"), arguments(tmp_path, bf16=True), ps.AdamW())
 
 
@@ -68,7 +68,7 @@ def test_an_accelerator_knows_its_precision_before_there_is_a_model(monkeypatch,
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")  # as `accelerate launch` sets it unless it is asked
     accelerator = Accelerator(cpu=True)
     assert accelerator.mixed_precision == named
-    model, _ = accelerator.prepare(gpt2(), ps.AdamW())
+    accelerator.prepare(gpt2(), ps.AdamW())
     assert accelerator.engine.config.precision == {"bf16": "bf16", "no": "fp32"}[named]
     assert "precision" not in accelerator.engine.config.model_fields_set
     AcceleratorState._reset_state(reset_partial_state=True)

@@ -104,9 +104,9 @@ class NotedKernels(Kernels):
 class NotedCopies(StreamedUpdates):
     """Updates that note the begin of each copy to the host."""
 
-    def _download(self, span, ready):
+    def _download(self, number, span, ready):
         self.kernels.notes.append("copy")
-        return super()._download(span, ready)
+        return super()._download(number, span, ready)
 
 
 def test_the_kernel_has_its_next_piece_before_it_ends_one(monkeypatch):

@@ -3,10 +3,9 @@
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
 
 import torch
 
@@ -46,7 +45,7 @@ THREADS = 2
 IN_KERNEL = 2
 """Pieces that the kernel has: one that runs, and the next."""
 FIRST = 2
-"""Pieces of the next update that are copied before it has the kernel: as many as the kernel then takes."""
+"""Pieces of the next update that are copied while this one has more to copy: as many as the kernel then takes."""
 BUFFERS = IN_KERNEL + 3 + FIRST
 """Page-locked buffers. Beside those of the kernel and of the next update one is copied back, one is filled, and one has
 been, so that copies may take as long as the kernel, and some of them longer."""
@@ -165,7 +164,12 @@ class StreamedUpdates:
         self._block = host_tier.allocate_block(nbytes, "buffers of the update on the host")
         self._pool = WorkerPool(THREADS if by_pages else 1, "update", begin=accelerator.enter_worker)
         self._down, self._up = accelerator.new_stream(), accelerator.new_stream()
-        self._kernel_turn = threading.Lock()
+        self._changed = threading.Condition()
+        """Notified when one of the following changes."""
+        self._turns: deque[deque[_Part]] = deque()
+        """Pieces that arrive of the updates that have begun; the first of them has the kernel."""
+        self._all_copied = False
+        """True if no piece of that one is left to be copied."""
         self._free = deque(range(buffers))
         """Numbers of the buffers without a piece; the one that was used last is the last."""
         self._used: list[torch.Event | None] = [None] * buffers
@@ -209,28 +213,25 @@ class StreamedUpdates:
             return
         for copy in update.copies:
             copy.wait()
-        spans = _cut([span for span in bound if not _is_on_host(span)], self._buffer_numel)
+        on_host = [span for span in bound if _is_on_host(span)]
+        pieces = deque(_cut([span for span in bound if not _is_on_host(span)], self._buffer_numel))
         arriving: deque[_Part] = deque()
         in_kernel: deque[tuple[_Part, UpdateGroup]] = deque()
         try:
-            for span in islice(spans, FIRST):
-                arriving.append(self._download(span, update.ready))
-            with self._kernel_turn, ExitStack() as record:
-                self.kernels.update([span for span in bound if _is_on_host(span)], update.scales)
-                following = next(spans, None)
-                while arriving or in_kernel:
-                    if arriving and (not in_kernel or self._takes_next(arriving[0], len(in_kernel))):
+            with self._kernel_turn(pieces, arriving, update.ready), ExitStack() as record:
+                self.kernels.update(on_host, update.scales)
+                while pieces or arriving or in_kernel:
+                    if arriving and arriving[0].has_arrived and self._takes(arriving[0], len(in_kernel)):
                         part = arriving[0]
-                        if part.arrived is not None:
-                            self.accelerator.wait(part.arrived)
                         if not in_kernel:
                             record.enter_context(self.kernels.observed([part.span]))
                         in_kernel.append((part, UpdateGroup(self.kernels.start([part.span], update.scales))))
                         arriving.popleft()
-                    elif following is not None and len(arriving) + len(in_kernel) < self._ahead:
-                        arriving.append(self._download(following, update.ready))
-                        following = next(spans, None)
-                    else:
+                    elif pieces and self._free and len(arriving) + len(in_kernel) < self._ahead:
+                        self._download_next(pieces, arriving, update.ready)
+                        if not pieces:
+                            self._let_next_copy()
+                    elif in_kernel:
                         part, running = in_kernel[0]
                         running.finish()
                         record.close()
@@ -239,32 +240,75 @@ class StreamedUpdates:
                         if part.param is not None:
                             update.uploaded = self._upload(part.param, part, update.ready)
                         in_kernel.popleft()
-                        self._free.append(part.number)
+                        self._give_back(part.number)
+                    else:
+                        assert arriving[0].arrived is not None, "what is on the host has arrived"
+                        self.accelerator.wait(arriving[0].arrived)
         finally:  # after an error, too, no buffer is used again before its copy or its kernel has ended
             for part, running in in_kernel:
                 running.cancel()
                 arriving.append(part)
             for part in arriving:
                 self._used[part.number] = part.arrived or self._used[part.number]
-                self._free.append(part.number)
+                self._give_back(part.number)
 
-    def _takes_next(self, part: _Part, in_kernel: int) -> bool:
-        """Return whether the kernel takes a piece without a wait, beside those that it has."""
-        return in_kernel < IN_KERNEL and part.has_arrived and self.kernels.is_concurrent(part.span)
+    @contextmanager
+    def _kernel_turn(self, pieces: deque[Span], arriving: deque[_Part], ready: torch.Event) -> Iterator[None]:
+        """Return a context in which an update has the kernel; before it, start to copy the first pieces."""
+        with self._changed:
+            self._turns.append(arriving)
+        try:
+            while not self._has_kernel(arriving):
+                with self._changed:
+                    self._changed.wait_for(lambda: self._has_kernel(arriving) or self._may_copy(pieces, arriving))
+                self._download_next(pieces, arriving, ready)
+            self._all_copied = not pieces
+            yield
+        finally:
+            with self._changed:
+                self._turns = deque(turn for turn in self._turns if turn is not arriving)
+                self._changed.notify_all()
+
+    def _has_kernel(self, arriving: deque[_Part]) -> bool:
+        return self._turns[0] is arriving
+
+    def _may_copy(self, pieces: deque[Span], arriving: deque[_Part]) -> bool:
+        """Return whether an update that waits for the kernel may copy another piece."""
+        return bool(pieces) and bool(self._free) and len(arriving) < (self._ahead if self._all_copied else FIRST)
+
+    def _let_next_copy(self) -> None:
+        """Let the next update have all buffers that the one with the kernel gives back."""
+        with self._changed:
+            self._all_copied = True
+            self._changed.notify_all()
+
+    def _give_back(self, number: int) -> None:
+        """Give a buffer back whose kernel has ended."""
+        with self._changed:
+            self._free.append(number)
+            self._changed.notify_all()
+
+    def _takes(self, part: _Part, in_kernel: int) -> bool:
+        """Return whether the kernel takes another piece, beside those that it has."""
+        return in_kernel < (IN_KERNEL if self.kernels.is_concurrent(part.span) else 1)
 
     def _buffer_numel(self, span: Span) -> int:
         return self._buffer_bytes // span.param.itemsize if span.rule.by_pages else span.numel
 
-    def _download(self, span: Span, ready: torch.Event) -> _Part:
-        """Start to copy a gradient into the next buffer."""
-        number = self._free.popleft()
+    def _download_next(self, pieces: deque[Span], arriving: deque[_Part], ready: torch.Event) -> None:
+        """Start to copy the gradient of the next piece, if there are one and a buffer."""
+        with self._changed:
+            if not pieces or not self._free:
+                return
+            number = self._free.popleft()
         try:
-            return self._download_into(number, span, ready)
+            arriving.append(self._download(number, pieces[0], ready))
+            pieces.popleft()
         except BaseException:
-            self._free.append(number)
+            self._give_back(number)
             raise
 
-    def _download_into(self, number: int, span: Span, ready: torch.Event) -> _Part:
+    def _download(self, number: int, span: Span, ready: torch.Event) -> _Part:
         memory = self._host_tier.view(self._block, torch.uint8)[number * self._buffer_bytes :]
         buffer = memory[: span.numel * span.param.itemsize].view(span.param.dtype)
         used, grad = self._used[number], span.grad
