@@ -11,6 +11,7 @@ from patrickstar._dry_run.precision_choice import settle_precision
 from patrickstar._engine.engine import Engine
 from patrickstar._lock_free_reference import LockFreeOptimizer
 from patrickstar._reference import PlainOptimizer, ReferenceOptimizer, ReferenceTrainer
+from patrickstar._schedule.fragmentation import NO_FRAGMENTATION, Fragmentation
 from patrickstar.config import Config
 
 __all__ = [
@@ -52,6 +53,10 @@ class NoMeter:
 
     def reclaim(self) -> None:
         """Do nothing: no freed memory is cached."""
+
+    def set_aside(self, budget_bytes: int) -> Fragmentation:
+        """Return no fragmentation, whatever `budget_bytes` are."""
+        return NO_FRAGMENTATION
 
     def limit(self, nbytes: int) -> None:
         """Ignore `nbytes`: nothing is cached."""

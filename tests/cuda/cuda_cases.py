@@ -22,12 +22,13 @@ from toys import outcome, train
 import patrickstar as ps
 from patrickstar._engine.engine import Engine
 from patrickstar._layout.byte_size import parse_size
+from patrickstar._memory.accelerator import Accelerator
 from patrickstar._memory.cuda_accelerator import CudaAccelerator
 from patrickstar._memory.hardware import Hardware
 from patrickstar.testing import NoMeter, ReferenceTrainer
 
 if os.environ.get("PATRICKSTAR_TEST_DEVICE") == "strict":
-    import strict_device  # noqa: F401  It becomes PyTorch's accelerator.
+    import strict_device  # It becomes PyTorch's accelerator.
 
 DEVICE = torch.device(os.environ.get("PATRICKSTAR_TEST_DEVICE", "cuda"))
 ON_GPU = DEVICE.type == "cuda"
@@ -99,7 +100,15 @@ def make_engine(build: Callable[[], nn.Module], config: ps.Config, **options) ->
 @contextmanager
 def memory_limit(more_bytes: int):
     """Limit the allocator temporarily to `more_bytes` more than it holds."""
-    torch.cuda.empty_cache()
+    torch.accelerator.empty_cache()
+    if not ON_GPU:
+        reserved_bytes = Accelerator(DEVICE).allocator_stats().reserved_bytes
+        strict_device.limit(reserved_bytes + more_bytes)
+        try:
+            yield
+        finally:
+            strict_device.limit(strict_device.UNLIMITED)
+        return
     device = CudaAccelerator(DEVICE)
     total = torch.cuda.get_device_properties(device.index).total_memory
     limit = device.allocator_stats().reserved_bytes + more_bytes

@@ -36,7 +36,7 @@ class WithLibraries(Hardware):
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
 
-    def library_bytes(self, dtype: torch.dtype) -> int:
+    def library_bytes(self, dtype: torch.dtype, in_updates: bool = False) -> int:
         return LIBRARY_BYTES
 
 

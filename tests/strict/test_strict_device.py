@@ -11,6 +11,8 @@ import pytest
 import strict_device
 import torch
 
+from patrickstar._memory.workspaces import join_to_the_end
+
 DEVICE = torch.device("strict", 0)
 
 
@@ -220,3 +222,91 @@ def test_a_model_trains_as_on_the_cpu(seed):
         return [loss.cpu() for loss in found]
 
     torch.testing.assert_close(losses("cpu"), losses("strict"))
+
+
+def reserved() -> tuple[int, int]:
+    """Return what is reserved, and the peak of that."""
+    stats = torch.accelerator.memory_stats(0)
+    return stats["reserved_bytes.all.current"], stats["reserved_bytes.all.peak"]
+
+
+def kib(count: float) -> torch.Tensor:
+    return torch.zeros(int(count * 1024), dtype=torch.uint8, device=DEVICE)
+
+
+def test_segments_expand_page_by_page():
+    """Small blocks share pages of 2 KiB, others pages of 20 KiB; free pages go back, those in use in part stay."""
+    strict_device.configure(small_bytes=1024)
+    torch.accelerator.empty_cache()
+    torch.accelerator.reset_peak_memory_stats(0)
+    before, _ = reserved()
+    small = [kib(0.5), kib(0.5)]
+    assert reserved()[0] - before == 2 << 10
+    first, second = kib(15), kib(15)
+    assert reserved()[0] - before == 42 << 10, "the second block is on two pages"
+    third = kib(10)
+    assert reserved()[0] - before == 42 << 10, "it fits behind them"
+    del first
+    torch.accelerator.empty_cache()
+    assert reserved()[0] - before == 42 << 10, "its page has a part of the second block"
+    del second
+    torch.accelerator.empty_cache()
+    assert reserved()[0] - before == 22 << 10, "the third block keeps its page"
+    first = kib(20)
+    assert reserved()[0] - before == 42 << 10, "free addresses get memory again"
+    del small, first, third
+    torch.accelerator.empty_cache()
+    assert reserved() == (before, before + (42 << 10))
+
+
+def test_at_its_limit_the_allocator_frees_its_cache():
+    """It compares the bytes that are asked for, and then takes whole pages."""
+    strict_device.configure(small_bytes=1024)
+    held, _ = reserved()
+    strict_device.limit(held + (50 << 10))
+    retries = torch.accelerator.memory_stats(0)["num_alloc_retries"]
+    try:
+        cached = kib(15)
+        with used(torch.Stream(device=DEVICE), ordered=True):
+            other = kib(15)
+        del cached
+        kept = kib(30)
+        assert reserved()[0] == held + (60 << 10) and other.numel() < kept.numel()
+        assert torch.accelerator.memory_stats(0)["num_alloc_retries"] == retries + 1
+        with pytest.raises(torch.OutOfMemoryError):
+            kib(30)
+    finally:
+        strict_device.limit(strict_device.UNLIMITED)
+
+
+def test_products_keep_a_workspace_for_each_thread_and_stream():
+    """A new thread takes over the handle of one that has ended, with its workspaces; a product that adds has two."""
+    strict_device.configure(workspace_bytes=32 << 10)
+    x, bias = torch.ones(8, 8, device=DEVICE), torch.ones(8, device=DEVICE)
+    side = torch.Stream(device=DEVICE)
+
+    def in_thread(operation):
+        thread = threading.Thread(target=operation)
+        thread.start()
+        join_to_the_end(thread)
+
+    def on_side():
+        with used(side, ordered=True):
+            x @ x
+
+    grown = []
+    for operation in (
+        lambda: x @ x,
+        lambda: x.mv(bias),
+        lambda: torch.nn.functional.linear(x, x, bias),
+        on_side,
+        lambda: in_thread(lambda: x @ x),
+        lambda: in_thread(lambda: x @ x),
+        lambda: in_thread(on_side),
+    ):
+        before = torch.accelerator.memory_allocated(0)
+        operation()
+        grown.append((torch.accelerator.memory_allocated(0) - before) >> 10)
+    assert grown == [32, 0, 1, 32, 32, 0, 32]
+    strict_device.configure()
+    assert torch.accelerator.memory_allocated(0) < 32 << 10

@@ -37,13 +37,18 @@ from typing import Any
 
 import torch
 
+from patrickstar._memory import workspaces
 from patrickstar._memory.accelerator import Accelerator
 from patrickstar._memory.hardware import Hardware
+from patrickstar._memory.reserved_limits import ReservedLimits
+from patrickstar._memory.workspaces import library_bytes
+from patrickstar._schedule.fragmentation import Fragmentation
 
 from . import process_group
 from .timed import OperatorTimes as OperatorTimes
 from .timed import Rates as Rates
 
+_settings = {"small_bytes": 0, "workspace_bytes": 0}
 SOURCES = Path(__file__).parent / "cpp"
 CAPACITY = 1 << 30
 
@@ -169,7 +174,15 @@ torch.utils.rename_privateuse1_backend("strict")
 torch._register_device_module("strict", _DeviceModule(extension))
 
 
-def configure(*, seed: int = 0, capacity: int = CAPACITY, segment_bytes: int = 0, timed: Rates | None = None) -> None:
+def configure(
+    *,
+    seed: int = 0,
+    capacity: int = CAPACITY,
+    segment_bytes: int = 0,
+    small_bytes: int = 0,
+    workspace_bytes: int = 0,
+    timed: Rates | None = None,
+) -> None:
     """Run all queued work; then set the schedule's seed, each device's capacity, and how memory fragments.
 
     Args:
@@ -177,11 +190,17 @@ def configure(*, seed: int = 0, capacity: int = CAPACITY, segment_bytes: int = 0
         capacity: Bytes of each device's memory.
         segment_bytes: Least size of a segment. Blocks are cut from segments, and a segment is given back as a whole.
             0: each block is a segment, and memory does not fragment.
+        small_bytes: Largest block of the small pool. Each stream then has an expandable segment of small blocks, with
+            pages of twice these bytes, and one of the others, with pages of 20 times: PyTorch's allocator of CUDA
+            devices with expandable segments and `small_bytes` of 1 MiB. 0: segments are as `segment_bytes` says.
+        workspace_bytes: Bytes that products of matrices keep for each thread and stream; 0: none.
         timed: Rates of copies in timed mode, in which work takes time and runs beside the host; None: it runs by the
             schedule.
     """
     rates = (0.0, 0.0) if timed is None else (timed.up, timed.down)
-    extension.configure(capacity, segment_bytes, seed, *rates)
+    _settings.update(small_bytes=small_bytes, workspace_bytes=workspace_bytes)
+    workspaces._known.clear()
+    extension.configure(capacity, segment_bytes, small_bytes, workspace_bytes, seed, *rates)
 
 
 @contextmanager
@@ -201,7 +220,28 @@ def host_waits() -> int:
 
 
 class StrictAccelerator(Accelerator):
-    """Accelerator of a strict device, with registered host memory."""
+    """Accelerator of a strict device, with registered host memory.
+
+    Its memory is limited, and its workspaces are counted, as those of a CUDA device.
+    """
+
+    @property
+    def fragmentation(self) -> Fragmentation:
+        return Fragmentation(_settings["small_bytes"])
+
+    def limit_reserved(self, owner: object, nbytes: int) -> None:
+        _limits[self.index].add(owner, nbytes - self.fragmentation.overshoot_bytes)
+        if self.allocator_stats().reserved_bytes > nbytes:
+            self.release_cached_memory()
+
+    def unlimit_reserved(self, owner: object) -> None:
+        _limits[self.index].remove(owner)
+
+    def library_bytes(self, dtype: torch.dtype, in_updates: bool = False) -> int:
+        if not _settings["workspace_bytes"]:
+            return 0
+        with uncounted():
+            return library_bytes(self, dtype, in_updates, lambda: _settings["workspace_bytes"])
 
     def enter_worker(self) -> None:
         super().enter_worker()
@@ -220,6 +260,25 @@ class StrictAccelerator(Accelerator):
 def _new_accelerator(device: torch.device) -> Accelerator | None:
     return StrictAccelerator(device) if device.type == "strict" else None
 
+
+def limited_bytes(index: int = 0) -> int:
+    """Return the limit of what a device's allocator reserves."""
+    return _set_limits.get(index, UNLIMITED)
+
+
+def limit(nbytes: int, index: int = 0) -> None:
+    """Limit what a device's allocator reserves, as a user may."""
+    _set_limits[index] = nbytes
+    extension.set_limit(index, nbytes)
+
+
+def _new_limits(index: int) -> ReservedLimits:
+    return ReservedLimits(lambda: limited_bytes(index), lambda nbytes: limit(nbytes, index))
+
+
+UNLIMITED = (1 << 63) - 1
+_set_limits: dict[int, int] = {}
+_limits = [_new_limits(index) for index in range(extension.DEVICES)]
 
 process_group.register(uncounted)
 Hardware.new_accelerator = staticmethod(_new_accelerator)  # type: ignore[method-assign]

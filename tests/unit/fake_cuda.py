@@ -18,6 +18,8 @@ class FakeCuda:
         self.free_bytes = 80 << 30
         self.allocated = {"allocated": 0, "reserved": 0, "inactive_split": 0}
         self.retries = 0
+        self.fraction = 1.0
+        """Limit of the process, of all memory of a device."""
         self.settings = {"PYTORCH_CUDA_ALLOC_CONF": "", "expandable_segments": False}
         self.configured: list[str] = []
         self.current = threading.local()
@@ -63,6 +65,10 @@ class FakeCuda:
         del self.registered[address]
         return 0
 
+    def set_fraction(self, fraction: float, index: int) -> None:
+        """Set the limit of the process."""
+        self.fraction = fraction
+
     def launch(self, *_, **__) -> torch.Tensor:
         """Simulate a kernel launch, which raises the error of an earlier call, like the check in PyTorch."""
         if self.latched:
@@ -100,6 +106,9 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
         "get_allocator_backend": lambda: "native",
         "get_device_name": lambda device: "H100",
         "get_device_capability": lambda index: (9, 0),
+        "get_device_properties": lambda index: SimpleNamespace(total_memory=80 << 30),
+        "get_per_process_memory_fraction": lambda index: fake.fraction,
+        "set_per_process_memory_fraction": fake.set_fraction,
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"allocator_settings": fake.settings})

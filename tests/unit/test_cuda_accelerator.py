@@ -246,14 +246,51 @@ def test_allocator_retries_warn_once(fake_cuda: FakeCuda):
     assert (stats.total.allocator_retries, stats.total.reserved_bytes) == (3, 900)
 
 
+def test_the_limit_of_what_is_reserved_belongs_to_the_open_engines(fake_cuda: FakeCuda, monkeypatch):
+    """The largest budget applies, the user's own limit stays below it, and comes back."""
+    monkeypatch.setattr(cuda_accelerator, "_reserved_limits", {})
+    engines = [DeviceMeter(CudaAccelerator(SECOND)) for _ in range(3)]
+    planned = [
+        meter.set_aside(budget * GIB).planned_bytes(budget * GIB)
+        for meter, budget in zip(engines, (10, 20, 90), strict=True)
+    ]
+    assert engines[0].now(0) == 10 * GIB - planned[0] == 10 * GIB - 10 * GIB * 92 // 100
+    assert fake_cuda.fraction == 1.0, "an engine that was not created changes nothing"
+    limits = []
+    for change in (
+        lambda: engines[0].limit(1),
+        lambda: engines[1].limit(1),
+        lambda: engines[0].close(),
+        lambda: engines[2].limit(1),
+        lambda: engines[2].close(),
+        lambda: engines.pop(1) and gc.collect(),
+    ):
+        change()
+        limits.append(round(fake_cuda.fraction * 80 * GIB))
+    whole_pages = 18 * MIB
+    assert limits[:3] == [10 * GIB - whole_pages, 20 * GIB - whole_pages, 20 * GIB - whole_pages]
+    assert limits[3:] == [80 * GIB, 20 * GIB - whole_pages, 80 * GIB]
+    fake_cuda.fraction = 0.1
+    engines[0].set_aside(10 * GIB)
+    engines[0].limit(1)
+    assert fake_cuda.fraction == pytest.approx(0.1), "the user's limit is lower"
+    fake_cuda.allocated["reserved"] = 11 * GIB
+    released = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: released.append(True))
+    CudaAccelerator(SECOND).limit_reserved(engines[0], 10 * GIB)
+    assert released == [True], "what is cached already goes first"
+    engines[0].close()
+    assert fake_cuda.fraction == pytest.approx(0.1)
+
+
 # The default budget
 
 
 @pytest.mark.parametrize(
     ("free_bytes", "several", "expected"),
     [
-        (80 * GIB, False, 80 * GIB * 92 // 100),
-        (80 * GIB, True, 80 * GIB * 92 // 100),
+        (80 * GIB, False, 80 * GIB - 3 * GIB // 2),
+        (80 * GIB, True, 80 * GIB - 5 * GIB // 2),
         (16 * GIB, False, 16 * GIB - 3 * GIB // 2),
         (16 * GIB, True, 16 * GIB - 5 * GIB // 2),
         (2 * GIB, False, 2 * GIB * 60 // 100),
@@ -276,5 +313,5 @@ def test_doctor_reports_the_default_budget(fake_cuda: FakeCuda, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     first, second = doctor._gpus()
     assert (first.name, second.name) == ("gpu 0", "gpu 1")
-    assert f"80.00 GiB free; device_memory is 73.60 GiB ({default_budget(80 * GIB)} bytes) unless" in second.text
-    assert "fragmented" in second.text
+    assert f"80.00 GiB free; device_memory is 78.50 GiB ({default_budget(80 * GIB)} bytes) unless" in second.text
+    assert "Of it 6.28 GiB are left to fragmentation" in second.text

@@ -11,7 +11,8 @@ from sampling import draws
 
 from patrickstar._layout.schema import PARAM16
 from patrickstar._memory.chunk_manager import ChunkManager
-from patrickstar._memory.tracer import MAX_TRACES, Mode, Tracer
+from patrickstar._memory.iteration_mode import Mode
+from patrickstar._memory.tracer import MAX_TRACES, Tracer
 from patrickstar._memory.vm_pool import round_up
 from patrickstar._schedule.eviction import LeastRecentlyUsed, ListOrder
 from patrickstar._schedule.placement import Tier

@@ -1,11 +1,12 @@
 """Test the measurement of cuBLAS workspaces against a fake of PyTorch's CUDA calls."""
 
+import threading
+
 import pytest
 import torch
 from fake_cuda import MIB, FakeCuda, install
 
 from patrickstar._memory import workspaces
-from patrickstar._memory.cuda_accelerator import CudaAccelerator
 from patrickstar._memory.hardware import Hardware
 from patrickstar.errors import BudgetError
 
@@ -20,57 +21,65 @@ def fake_cuda(monkeypatch):
 
 @pytest.fixture
 def multiplied(fake_cuda: FakeCuda, monkeypatch):
-    """Fake matrix products; each thread's first allocates a workspace. Return the threads that have one."""
+    """Fake matrix products; each thread's first allocates its workspaces. Return the threads that have them."""
     threads: set[str] = set()
+    in_thread = ["caller"]
     monkeypatch.setattr(workspaces, "_known", {})
     monkeypatch.setattr(torch, "ones", lambda *size, device, **options: torch.zeros(*size, **options))
 
-    def product(x, weight, bias):
-        if "caller" not in threads:
-            fake_cuda.allocated["allocated"] += 32 * MIB
-            threads.add("caller")
-        return x @ weight
+    def products(x, bias):
+        name = in_thread[0] if threading.current_thread() is threading.main_thread() else "worker"
+        if name not in threads:
+            fake_cuda.allocated["allocated"] += 33 * MIB
+            threads.add(name)
 
-    def grad(out, weight):
-        if "backward" not in threads:
-            fake_cuda.allocated["allocated"] += 32 * MIB
-            threads.add("backward")
+    def in_backward(x):
+        def run(operation):
+            in_thread[0] = "backward"
+            operation()
+            in_thread[0] = "caller"
 
-    monkeypatch.setattr(workspaces, "_product", product)
-    monkeypatch.setattr(torch.autograd, "grad", grad)
+        return run
+
+    monkeypatch.setattr(workspaces, "_products", products)
+    monkeypatch.setattr(workspaces, "_in_backward", in_backward)
     return threads
 
 
-@pytest.mark.parametrize("before", [(), ("caller",), ("backward",), ("caller", "backward")])
-def test_workspaces_of_both_threads_count(fake_cuda: FakeCuda, multiplied, before):
+@pytest.mark.parametrize("in_updates", [False, True])
+@pytest.mark.parametrize("before", [(), ("caller",), ("backward",), ("caller", "backward", "worker")])
+def test_workspaces_of_all_threads_count(fake_cuda: FakeCuda, multiplied, before, in_updates):
     multiplied.update(before)
     hardware = Hardware(SECOND)
+    nbytes = (2 + in_updates) * 33 * MIB
     with torch.no_grad():
-        assert hardware.library_bytes(torch.bfloat16) == 64 * MIB
-    assert multiplied == {"caller", "backward"}
-    assert hardware.library_bytes(torch.float32) == 64 * MIB, "the second call measures no difference"
+        assert hardware.library_bytes(torch.bfloat16, in_updates) == nbytes
+    assert {"caller", "backward"} | ({"worker"} if in_updates else set()) <= multiplied
+    assert hardware.library_bytes(torch.float32, in_updates) == nbytes, "the second call measures no difference"
     multiplied.clear()
     with torch.inference_mode():
-        assert Hardware(SECOND).library_bytes(torch.float16) == 64 * MIB, "the workspaces were cleared"
+        assert hardware.library_bytes(torch.float16, in_updates) == nbytes, "the workspaces were cleared"
 
 
 @pytest.mark.parametrize(
-    ("config", "capability", "expected"),
+    ("config", "lt_kib", "major", "expected"),
     [
-        (None, (9, 0), 32 * MIB),
-        (None, (10, 0), 32 * MIB),
-        (None, (8, 0), 8320 << 10),
-        (":4096:8", (8, 0), 32 * MIB),
-        (":4096:2:16:8", (9, 0), 8320 << 10),
-        (":16:8", (9, 0), 128 << 10),
-        (":0:0", (9, 0), 0),
+        (None, None, 9, 33 * MIB),
+        (None, None, 10, 33 * MIB),
+        (None, None, 8, (8320 << 10) + MIB),
+        (":4096:8", None, 8, 33 * MIB),
+        (":4096:2:16:8", None, 9, (8320 << 10) + MIB),
+        (":16:8", "4096", 9, (128 << 10) + 4 * MIB),
+        (":0:0", "0", 9, 0),
     ],
 )
-def test_workspace_size_follows_pytorchs_rule(fake_cuda: FakeCuda, monkeypatch, config, capability, expected):
-    if config is not None:
-        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", config)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
-    assert workspaces.workspace_bytes(CudaAccelerator(SECOND)) == expected
+def test_workspace_size_follows_pytorchs_rule(monkeypatch, config, lt_kib, major, expected):
+    for name, value in (("CUBLAS_WORKSPACE_CONFIG", config), ("CUBLASLT_WORKSPACE_SIZE", lt_kib)):
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
+    assert workspaces.workspace_bytes(major) == expected
 
 
 def test_full_device_is_a_budget_error(fake_cuda: FakeCuda, monkeypatch):
@@ -82,8 +91,9 @@ def test_full_device_is_a_budget_error(fake_cuda: FakeCuda, monkeypatch):
         Hardware(SECOND).library_bytes(torch.bfloat16)
 
 
-def test_products_are_differentiable():
+def test_an_operation_runs_in_backward():
     """Run the real products on a CPU, to check their shapes."""
-    weight = torch.ones(4, 4, requires_grad=True)
-    (grad,) = torch.autograd.grad(workspaces._product(torch.ones(4, 4), weight, torch.ones(4)).sum(), weight)
-    assert grad.shape == (4, 4)
+    called = []
+    x, bias = torch.ones(4, 4), torch.ones(4)
+    workspaces._in_backward(x)(lambda: called.append(workspaces._products(x, bias)))
+    assert called == [None]

@@ -17,7 +17,7 @@ from patrickstar._kernels.dispatch import Backend
 from patrickstar._kernels.eager_backend import EagerBackend
 from patrickstar._kernels.triton_backend import TritonBackend
 from patrickstar._layout.byte_size import format_size
-from patrickstar._memory.accelerator import COLLECTIVE_BYTES, FREE_PERCENT, OUTSIDE_BYTES, Accelerator, default_budget
+from patrickstar._memory.accelerator import COLLECTIVE_BYTES, MIN_PERCENT, OUTSIDE_BYTES, Accelerator, default_budget
 from patrickstar._memory.compute_device import UNSUPPORTED
 from patrickstar._memory.hardware import Hardware
 from patrickstar._memory.machine_name import machine_name
@@ -97,9 +97,10 @@ def _gpu(accelerator: Accelerator, free_bytes: int) -> Finding:
     return Finding(
         f"gpu {accelerator.index}",
         f"{accelerator.name}, {format_size(free_bytes)} free; device_memory is "
-        f"{format_size(budget)} ({budget} bytes) unless you set it: {FREE_PERCENT} % of the free memory, or all but "
-        f"{format_size(OUTSIDE_BYTES)} if that is less, because kernels and handles are loaded later and free memory "
-        f"is fragmented ({format_size(COLLECTIVE_BYTES)} less with several processes)",
+        f"{format_size(budget)} ({budget} bytes) unless you set it: all but {format_size(OUTSIDE_BYTES)} of the free "
+        f"memory, but at least {MIN_PERCENT} %, because kernels and handles are loaded later "
+        f"({format_size(COLLECTIVE_BYTES)} less with several processes). Of it "
+        f"{format_size(accelerator.fragmentation.unplanned_bytes(budget))} are left to fragmentation",
     )
 
 

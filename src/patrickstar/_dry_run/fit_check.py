@@ -111,8 +111,10 @@ class FitCheck:
             return model
 
         step = forward_backward_step(self._loss, trial.args, trial.kwargs)
-        library_bytes = self._hardware.library_bytes(trial.config.compute_dtype)
         config = self._with_budgets(trial.config)
+        library_bytes = self._hardware.outside_plan_bytes(
+            config.compute_dtype, config.optimizer.may_multiply, int(config.device_memory or 0)
+        )
         with kept_global_state(self._hardware.device), torch.enable_grad():
             return simulate(
                 self._make_engine, build, config, step, self._machine, self._costs, library_bytes=library_bytes

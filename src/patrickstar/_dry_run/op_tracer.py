@@ -14,6 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from patrickstar._dry_run.host_time import HostClock
 from patrickstar._memory.cpu_allocator import CpuAllocator
+from patrickstar._schedule.fragmentation import NO_FRAGMENTATION, Fragmentation
 
 
 @dataclass(frozen=True)
@@ -170,6 +171,10 @@ class TensorMeter:
 
     def reclaim(self) -> None:
         """Do nothing: freed memory is never cached."""
+
+    def set_aside(self, budget_bytes: int) -> Fragmentation:
+        """Return no fragmentation: that of a real device is part of what libraries use."""
+        return NO_FRAGMENTATION
 
     def limit(self, nbytes: int) -> None:
         """Do nothing: freed memory is never cached."""

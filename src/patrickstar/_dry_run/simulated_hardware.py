@@ -189,7 +189,7 @@ class SimulatedHardware(Hardware):
     def device_bytes(self, several: bool = False) -> int:
         return self.machine.device_memory
 
-    def library_bytes(self, dtype: torch.dtype) -> int:
+    def library_bytes(self, dtype: torch.dtype, in_updates: bool = False) -> int:
         return self._library_bytes
 
     def host_bytes(self, given_bytes: int = 0) -> int:

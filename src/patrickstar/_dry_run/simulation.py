@@ -96,7 +96,9 @@ def simulate_on_this_machine(
         cluster = Cluster(machine, processes, replicas)
         if device.type == "cpu" and processes > 1:
             torch.set_num_threads(min(torch.get_num_threads(), cluster.threads))
-        library_bytes = Hardware(device).library_bytes(config.compute_dtype)
+        hardware = Hardware(device)
+        budget_bytes = int(config.device_memory or hardware.device_bytes(processes > 1))
+        outside_bytes = hardware.outside_plan_bytes(config.compute_dtype, config.optimizer.may_multiply, budget_bytes)
         bandwidth = (machine.gpu or machine.host).memory_bandwidth
         costs = OpBenchmark(device, bandwidth, roofline(machine))
         own_costs = slowed_down(costs, cluster.slowdown) if device.type == "cpu" else costs
@@ -105,7 +107,7 @@ def simulate_on_this_machine(
         )
         # Measure all operators first: the second run then times Python, autograd and the engine alone.
         run(steps=1)
-        report = run(host=measure_host(costs), library_bytes=library_bytes)
+        report = run(host=measure_host(costs), library_bytes=outside_bytes)
         return replace(report, estimated=tuple(sorted(costs.estimated)))
 
 
@@ -232,7 +234,7 @@ def simulate(
         costs: Cost model of operators; by default a roofline of the machine.
         steps: Number of steps; by default until their transfers and early updates repeat.
         host: If given, the real time of Python, autograd and the engine counts too. See [Note: time of the host].
-        library_bytes: Device memory that libraries occupy from the start.
+        library_bytes: Device memory that libraries occupy from the start, and that is left to fragmentation.
         processes: Number of data-parallel processes, of which the first one is reported: one per GPU of as many
             machines as they need, or all on one machine without GPUs. See [Note: simulated processes].
         replicas: Number of replicas that the processes form.

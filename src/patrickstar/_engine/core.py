@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from patrickstar._autograd.activation_offload import ActivationOffload
 from patrickstar._autograd.interceptor import Interceptor
@@ -20,7 +19,7 @@ from patrickstar._distributed.single_process import SINGLE_PROCESS
 from patrickstar._engine.distributed_init import broadcast_buffers, chunk_comm, negotiate_layout
 from patrickstar._engine.distribution import Distribution
 from patrickstar._engine.frozen_modules import WithFrozen
-from patrickstar._engine.input_record import InputRecord
+from patrickstar._engine.input_record import InputRecord, shapes_of
 from patrickstar._engine.lazy_state import LazyState
 from patrickstar._engine.model_structure import ModelStructure
 from patrickstar._engine.param_init import (
@@ -101,7 +100,7 @@ class EngineCore:
         meter = meter if meter is not None else hardware.meter()
         # Before the budgets are computed: memory that libraries load is no longer free then. A meter that measures
         # nothing measures no workspaces either.
-        library_bytes = min(hardware.library_bytes(config.compute_dtype), meter.now(0))
+        library_bytes = min(hardware.library_bytes(config.compute_dtype, config.optimizer.may_multiply), meter.now(0))
         local_processes = len(world.local_ranks)
         memory = budgets(config, hardware, local_processes, several=world.size > 1)
         self.module = model if isinstance(model, nn.Module) else model()
@@ -112,11 +111,14 @@ class EngineCore:
         self.distribution = Distribution.of(world, self.modules, mesh)
         memory, library_bytes = self.distribution.common_memory(memory, library_bytes)
         self.device_budget_bytes, self.host_budget_bytes = memory
+        fragmentation = meter.set_aside(memory[0])
+        library_bytes += fragmentation.unplanned_bytes(memory[0])
         mesh, shardings = self.distribution.mesh, self.distribution.shardings
         params = param_specs(self.modules, self.module, config, shardings)
         self.layout: Layout = negotiate_layout(world, mesh, self.modules, params, config, memory[0] - library_bytes)
         param_sets = params_used_together(self.modules)
-        plan = plan_tiers(config, self.layout, param_sets, memory, hardware, page_bytes, local_processes, library_bytes)
+        outside = library_bytes, fragmentation
+        plan = plan_tiers(config, self.layout, param_sets, memory, hardware, page_bytes, local_processes, *outside)
         # With a GPU the host arena is page-locked as a whole, so its initial size is only what is certain to be used.
         arena_bytes = self.layout.model_data_bytes + plan.staging_bytes
         comm = chunk_comm(world, mesh, hardware.accelerator, self.layout)
@@ -130,7 +132,7 @@ class EngineCore:
             comm=comm,
             evict_everything=evict_everything,
         )
-        self.manager.device_tier.non_model_bytes = library_bytes
+        self.manager.device_tier.non_model_bytes, self.manager.device_tier.fragmentation = outside
         policy = prefetch_policy or (None if comm is None else AggressivePrefetch)
         self.tracer = Tracer(self.manager, meter, policy, self.distribution.linked)
         self.data = (
@@ -221,7 +223,7 @@ class EngineCore:
         if self.tracer.end_iteration():
             self.optimizer_placement.replan(self.layout)
         manager = self.manager
-        manager.device_tier.soft_limit_bytes = manager.device_tier.budget_bytes
+        self.data.make_room_for_step()
         manager.note_non_model_bytes()
         with self.internal_computation():
             self.optimizer_in_backward.finish(groups)
@@ -336,9 +338,7 @@ class EngineCore:
 
     def signature(self, args: Any, kwargs: Any) -> Hashable:
         """Return the key of the iterations that share a trace: input shapes, dtypes and training mode."""
-        leaves = pytree.tree_leaves((args, kwargs))
-        shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves if isinstance(leaf, torch.Tensor))
-        return shapes, self.module.training
+        return shapes_of(args, kwargs), self.module.training
 
     @contextmanager
     def internal_computation(self) -> Iterator[None]:

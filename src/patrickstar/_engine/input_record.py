@@ -8,6 +8,12 @@ import torch
 from torch.utils import _pytree as pytree
 
 
+def shapes_of(args: Any, kwargs: Any) -> tuple[tuple[torch.Size, torch.dtype], ...]:
+    """Return shape and dtype of each tensor among the arguments of a forward."""
+    leaves = pytree.tree_leaves((args, kwargs))
+    return tuple((leaf.shape, leaf.dtype) for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+
 class InputRecord:
     """Arguments of a forward, of which neither memory nor a graph is kept alive."""
 

@@ -11,7 +11,7 @@ import torch
 
 from patrickstar._kernels.averaged import AveragedRule
 from patrickstar._kernels.cpp_backend import CppBackend, Unavailable
-from patrickstar._kernels.eager_backend import PAGE_NUMEL, EagerBackend
+from patrickstar._kernels.eager_backend import PAGE_NUMEL, STATS_BYTES, EagerBackend
 from patrickstar._kernels.grad_norm import GradStats
 from patrickstar._kernels.triton_backend import TritonBackend
 from patrickstar._kernels.update_rule import Gradient, Rule, Running, Span
@@ -89,6 +89,10 @@ class Kernels:
         if has_kernel and rule.code is not None and dtype == torch.float32:
             return 0
         return min(numel, PAGE_NUMEL if rule.by_pages else numel) * rule.workspace_items * dtype.itemsize
+
+    def stats_workspace_bytes(self, device: torch.device, numel: int) -> int:
+        """Return the workspace bytes of the statistics of gradients on a device, of which the longest has `numel`."""
+        return 0 if self.has_kernel(device) else min(numel, PAGE_NUMEL) * STATS_BYTES
 
     def start(self, spans: Sequence[Span], scales: Sequence[float]) -> list[Running]:
         """Update every span. The returned C++ updates may still be running; the caller must call `finish`."""

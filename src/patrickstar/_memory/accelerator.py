@@ -11,12 +11,11 @@ from typing import Any
 import torch
 
 from patrickstar._layout.byte_size import format_size
+from patrickstar._schedule.fragmentation import NO_FRAGMENTATION, Fragmentation
 
-FREE_PERCENT = 92
-"""Limit of the default budget in percent of free device memory: the allocator reserves more than it allocates."""
 OUTSIDE_BYTES = 3 << 29
-"""Minimum that the default budget leaves free, 1.5 GiB: kernels loaded on first use, handles of cuBLAS and cuDNN,
-Triton's modules, and fragmented memory of the allocator. The allocator counts none of it."""
+"""Device memory that the default budget leaves free, 1.5 GiB: kernels loaded on first use, handles of cuBLAS and cuDNN,
+and Triton's modules. The allocator counts none of it."""
 COLLECTIVE_BYTES = 1 << 30
 """Left free in addition if several processes train: buffers of NCCL or of another collective library."""
 MIN_PERCENT = 60
@@ -56,8 +55,7 @@ class AllocatorStats:
 def default_budget(free_bytes: int, several: bool = False) -> int:
     """Return the default device budget in bytes; `several` if several processes train together."""
     outside_bytes = OUTSIDE_BYTES + (COLLECTIVE_BYTES if several else 0)
-    budget = min(free_bytes * FREE_PERCENT // 100, free_bytes - outside_bytes)
-    return max(budget, free_bytes * MIN_PERCENT // 100)
+    return max(free_bytes - outside_bytes, free_bytes * MIN_PERCENT // 100)
 
 
 class Accelerator:
@@ -234,8 +232,23 @@ class Accelerator:
     def release_cached_memory(self) -> None:
         torch.accelerator.empty_cache()
 
-    def library_bytes(self, dtype: torch.dtype) -> int:
-        """Return the device bytes that its libraries keep after the first matrix product in `dtype`."""
+    @property
+    def fragmentation(self) -> Fragmentation:
+        """Fragmentation of the caching allocator, if what it reserves can be limited."""
+        return NO_FRAGMENTATION
+
+    def limit_reserved(self, owner: object, nbytes: int) -> None:
+        """Limit the memory that the caching allocator reserves, until `unlimit_reserved` or until the owner ends."""
+
+    def unlimit_reserved(self, owner: object) -> None:
+        """Withdraw the limit of an owner."""
+
+    def library_bytes(self, dtype: torch.dtype, in_updates: bool = False) -> int:
+        """Return the device bytes that its libraries keep after the first matrix products in `dtype`.
+
+        Args:
+            in_updates: Whether updates on the host run products on the device.
+        """
         return 0
 
 

@@ -57,9 +57,13 @@ class ChunkManager(DevicePrefetch):
 
     @property
     def resident_bytes(self) -> int:
-        """Memory that the device tier uses; on a CPU, that of this process for both tiers."""
-        host_bytes = 0 if self.hardware.has_gpu else self.host_tier.touched_bytes
-        return self.device_tier.resident_bytes + host_bytes
+        """Memory that the device tier uses; on a CPU, that of this process for both tiers.
+
+        Beside a GPU, less what the allocator adds to the chunks that have no memory: see `DeviceTier.rounding_bytes`.
+        """
+        if self.hardware.has_gpu:
+            return self.device_tier.used - self.device_tier.rounding_bytes
+        return self.device_tier.resident_bytes + self.host_tier.touched_bytes
 
     @defer_sigint
     def new_chunk(self, kind: str, index: int, numel: int, dtype: str, tier: Tier) -> Chunk:
@@ -104,6 +108,7 @@ class ChunkManager(DevicePrefetch):
         if chunk.host is not None:
             self.host_tier.free(chunk)
         chunk.memory.close()
+        self.device_tier.forget(chunk)
         if self.disk_tier is not None:
             self.disk_tier.release(chunk)
         del self.chunks[chunk.kind, chunk.index]

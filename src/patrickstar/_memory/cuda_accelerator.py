@@ -9,8 +9,10 @@ import torch
 
 from patrickstar._layout.byte_size import format_size
 from patrickstar._memory.accelerator import Accelerator, AllocatorStats
+from patrickstar._memory.reserved_limits import ReservedLimits
 from patrickstar._memory.vm_pool import fault_in
-from patrickstar._memory.workspaces import library_bytes
+from patrickstar._memory.workspaces import library_bytes, workspace_bytes
+from patrickstar._schedule.fragmentation import Fragmentation
 
 LOCK_BYTES = 64 << 30
 """Largest registration. One of 512 GiB or more fails with current drivers (open-gpu-kernel-modules #1234), and large
@@ -23,6 +25,9 @@ EXPANDABLE_SEGMENTS = "expandable_segments:True"
 SETTINGS_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 _log = logging.getLogger(__name__)
+
+_reserved_limits: dict[int, ReservedLimits] = {}
+"""Limits by device: the allocator belongs to the process."""
 
 
 class CudaAccelerator(Accelerator):
@@ -126,8 +131,38 @@ class CudaAccelerator(Accelerator):
     def release_cached_memory(self) -> None:
         torch.cuda.empty_cache()
 
-    def library_bytes(self, dtype: torch.dtype) -> int:
-        return library_bytes(self, dtype)
+    @property
+    def fragmentation(self) -> Fragmentation:
+        return Fragmentation()
+
+    def limit_reserved(self, owner: object, nbytes: int) -> None:
+        """Limit the allocator of this process; see `ReservedLimits`. It reserves whole pages beyond its own limit."""
+        self._reserved_limits().add(owner, nbytes - self.fragmentation.overshoot_bytes)
+        if self.allocator_stats().reserved_bytes > nbytes:
+            self.release_cached_memory()
+
+    def unlimit_reserved(self, owner: object) -> None:
+        self._reserved_limits().remove(owner)
+
+    def _reserved_limits(self) -> ReservedLimits:
+        if self.index not in _reserved_limits:
+            index, total_bytes = self.index, torch.cuda.get_device_properties(self.index).total_memory
+            _reserved_limits[index] = ReservedLimits(
+                lambda: int(torch.cuda.get_per_process_memory_fraction(index) * total_bytes),
+                lambda nbytes: torch.cuda.set_per_process_memory_fraction(
+                    min(1.0, max(0, nbytes) / total_bytes), index
+                ),
+            )
+        return _reserved_limits[self.index]
+
+    def library_bytes(self, dtype: torch.dtype, in_updates: bool = False) -> int:
+        with torch.cuda.device(self.index):
+            return library_bytes(self, dtype, in_updates, self.workspace_bytes)
+
+    def workspace_bytes(self) -> int:
+        """Return the bytes of the workspaces of one thread by PyTorch's rule."""
+        major, _ = torch.cuda.get_device_capability(self.index)
+        return workspace_bytes(major)
 
 
 def allocator_settings() -> str:

@@ -74,8 +74,8 @@ class DeviceEviction:
         """Evict chunks until `nbytes` more fit into the part of the budget left for chunks.
 
         `param16` chunks are evicted down to the soft limit (80 % of the budget in warm-up); other idle chunks only if
-        the budget itself would be exceeded, and not if `gently`. `later_bytes` are requested next: only the error
-        counts them. Raises BudgetError.
+        the budget itself would be exceeded (beside an accelerator: the soft limit), and not if `gently`. `later_bytes`
+        are requested next: only the error counts them. Raises BudgetError.
         """
         soft_chunkable = self.device_tier.soft_chunkable_bytes
         soft_limit = 0 if self.evict_everything else soft_chunkable
@@ -87,20 +87,42 @@ class DeviceEviction:
     def _evict_until(self, nbytes: int, soft_limit: int, protected: set[Chunk], later_bytes: int, gently: bool) -> None:
         evictable = self._evictable(protected)
         self._evict_params(evictable, soft_limit - nbytes)
+        limit = others_limit = self.device_tier.chunkable_bytes
+        if self.hardware.has_gpu:  # an operator may need the rest, and would fail
+            limit = min(limit, self.device_tier.soft_chunkable_bytes)
+            if self.device_tier.soft_limit_bytes:  # else nothing is known yet, and states would move in vain
+                others_limit = limit
         for chunk in evictable:
-            if gently or self._bytes_after_transfers + nbytes <= self.device_tier.chunkable_bytes:
+            if gently or self._bytes_after_transfers + nbytes <= others_limit:
                 break
             if chunk.kind != PARAM16:
                 self._evict(chunk)
         if self.held and self._bytes_after_transfers + nbytes > self.device_tier.chunkable_bytes:
             self._evict_held(self.device_tier.chunkable_bytes - nbytes, protected)
-        limit = soft_limit if self.evict_everything else self.device_tier.chunkable_bytes
+        limit = soft_limit if self.evict_everything else limit
         for chunk in self._evicting(protected):
             if self.device_tier.used + nbytes <= limit:
                 break
             self.transfers.complete(chunk)
         if self.device_tier.used + nbytes > self.device_tier.chunkable_bytes:
             self._raise_device_budget(nbytes + later_bytes, protected)
+
+    @defer_sigint
+    def evict_idle(self, nbytes: int, protect: Iterable[Chunk]) -> None:
+        """Evict `param16` chunks that nothing uses until `nbytes` more fit into the budget, or none is left.
+
+        Those that are held for the iteration go last.
+        """
+        limit = self.device_tier.chunkable_bytes - nbytes
+        if self.device_tier.used + self._queued_bytes <= limit:
+            return
+        protected = set(protect)
+        self._evict_params(self._evictable(protected), limit)
+        if self.held:
+            self._evict_held(limit, protected)
+        if self.device_tier.used > limit:
+            for chunk in self._evicting(protected):
+                self.transfers.complete(chunk)
 
     def _evict_params(self, evictable: Iterable[Chunk], target_bytes: int) -> None:
         """Evict `param16` chunks in the policy's order until at most `target_bytes` of chunks remain."""
@@ -285,7 +307,7 @@ class DeviceEviction:
 
     def _raise_device_budget(self, nbytes: int, protected: set[Chunk]) -> None:
         device = self.device_tier
-        short = device.used + nbytes - device.chunkable_bytes
+        short = device.more_budget_bytes(device.used + nbytes - device.chunkable_bytes)
         pinned = [chunk for chunk in self.chunks.values() if chunk.pins]
         idle = {chunk for chunk in self.chunks.values() if chunk.device_bytes and not chunk.pins} - protected
         unevictable = {chunk for chunk in idle if not chunk.sharded}

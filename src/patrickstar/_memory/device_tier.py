@@ -5,7 +5,15 @@ from patrickstar._memory.defer_sigint import defer_sigint
 from patrickstar._memory.hardware import Hardware
 from patrickstar._memory.memory_meter import Meter
 from patrickstar._memory.timeline import Timeline
+from patrickstar._schedule.fragmentation import NO_FRAGMENTATION
 from patrickstar._schedule.placement import Tier
+
+BLOCK_BYTES = 512
+"""Blocks of an accelerator's caching allocator are multiples of this."""
+
+
+def _rounding_bytes(chunk: Chunk) -> int:
+    return -chunk.nbytes % BLOCK_BYTES
 
 
 class DeviceTier:
@@ -21,7 +29,12 @@ class DeviceTier:
         """Bytes of non-model data at the current moment, as far as known."""
         self.soft_limit_bytes = budget_bytes
         """Part of the budget to fill while non-model data may still grow."""
+        self.fragmentation = NO_FRAGMENTATION
+        """Fragmentation of the device's allocator. See [Note: reserved memory]."""
         self.used = 0
+        self.rounding_bytes = 0
+        """Bytes by which the allocator would round up the chunks that have no memory. They count as non-model data, so
+        that these do not change when chunks come and go."""
         self.peak = 0
         self.allocations = 0
         """Number of allocations and releases of chunk memory."""
@@ -51,6 +64,11 @@ class DeviceTier:
         """Bytes of machine or GPU memory that the tier uses, with unused pages of the pool."""
         return self.used if self.page_pool is None else self.page_pool.mapped_bytes
 
+    def more_budget_bytes(self, short_bytes: int) -> int:
+        """Return the bytes by which the budget has to be raised so that `short_bytes` more of it are planned."""
+        planned = self.fragmentation.planned_bytes(self.budget_bytes)
+        return self.fragmentation.budget_bytes(planned + short_bytes) - self.budget_bytes
+
     def limit_tensors(self, meter: Meter) -> None:
         """Limit tensors, and freed memory that their allocator caches, to what chunks leave of the budget, from now on.
 
@@ -65,7 +83,9 @@ class DeviceTier:
 
     def new(self, kind: str, index: int, numel: int, dtype: str) -> Chunk:
         """Create a chunk for this device, with no memory on any tier yet."""
-        return Chunk(kind, index, numel, dtype, self.device, self.page_pool)
+        chunk = Chunk(kind, index, numel, dtype, self.device, self.page_pool)
+        self.rounding_bytes += _rounding_bytes(chunk)
+        return chunk
 
     def allocate(self, chunk: Chunk) -> None:
         """Allocate memory for a chunk; the caller has made room. Its content is undefined."""
@@ -73,6 +93,7 @@ class DeviceTier:
         chunk.allocate_device()
         self.moved.add(chunk)
         self.used += chunk.nbytes
+        self.rounding_bytes -= _rounding_bytes(chunk)
         self.allocations += 1
         self.peak = max(self.peak, self.used)
         if self.timeline is not None:
@@ -83,10 +104,15 @@ class DeviceTier:
         chunk.free_device(self.poison)
         self.moved.add(chunk)
         self.used -= chunk.nbytes
+        self.rounding_bytes += _rounding_bytes(chunk)
         self.allocations += 1
         self._limit_tensors()
         if self.timeline is not None:
             self.timeline.freed(chunk, Tier.DEVICE)
+
+    def forget(self, chunk: Chunk) -> None:
+        """Forget a chunk without memory, which is removed."""
+        self.rounding_bytes -= _rounding_bytes(chunk)
 
     def trim(self, limit_bytes: int) -> None:
         """Return unused pages to the system, down to `limit_bytes` for chunks and unused pages together."""

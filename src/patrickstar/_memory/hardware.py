@@ -18,6 +18,7 @@ from patrickstar._memory.memory_meter import DeviceMeter, Meter, host_meter, lib
 from patrickstar._memory.ram import Ram, measure_ram
 from patrickstar._memory.swap_file import SwapFile
 from patrickstar._memory.vm_pool import PagePool, can_move_pages
+from patrickstar._schedule.fragmentation import NO_FRAGMENTATION
 from patrickstar.errors import DiskError
 
 
@@ -53,9 +54,18 @@ class Hardware:
         if self.accelerator is not None:
             self.accelerator.enter_worker()
 
-    def library_bytes(self, dtype: torch.dtype) -> int:
-        """Return the device bytes that its libraries keep after the first matrix product in `dtype`."""
-        return 0 if self.accelerator is None else self.accelerator.library_bytes(dtype)
+    def library_bytes(self, dtype: torch.dtype, in_updates: bool = False) -> int:
+        """Return the device bytes that its libraries keep after the first matrix products in `dtype`.
+
+        Args:
+            in_updates: Whether updates on the host run products on the device.
+        """
+        return 0 if self.accelerator is None else self.accelerator.library_bytes(dtype, in_updates)
+
+    def outside_plan_bytes(self, dtype: torch.dtype, in_updates: bool, budget_bytes: int) -> int:
+        """Return the part of a device budget that libraries and fragmentation use."""
+        fragmentation = NO_FRAGMENTATION if self.accelerator is None else self.accelerator.fragmentation
+        return self.library_bytes(dtype, in_updates) + fragmentation.unplanned_bytes(budget_bytes)
 
     def allocator_stats(self) -> AllocatorStats:
         return AllocatorStats() if self.accelerator is None else self.accelerator.allocator_stats()

@@ -11,6 +11,7 @@ import psutil
 from patrickstar._memory.accelerator import Accelerator
 from patrickstar._memory.cpu_allocator import CpuAllocator, cpu_allocator
 from patrickstar._memory.vm_pool import SYSTEM_PAGE, can_move_pages
+from patrickstar._schedule.fragmentation import NO_FRAGMENTATION, Fragmentation
 
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _RESET_PEAK = b"5"
@@ -40,6 +41,13 @@ class Meter(Protocol):
     def reclaim(self) -> None:
         """Return cached freed memory to the system, if it counts as used."""
 
+    def set_aside(self, budget_bytes: int) -> Fragmentation:
+        """Count the part of a device budget that is left to fragmentation as used from now on.
+
+        Returns:
+            The fragmentation of the device's allocator.
+        """
+
     def limit(self, nbytes: int) -> None:
         """Keep tensors and freed memory that the allocator caches within `nbytes`, if it can, until `close`."""
 
@@ -55,15 +63,18 @@ class DeviceMeter:
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
+        self._unplanned_bytes = 0
+        """Part of the budget that is left to fragmentation. See [Note: reserved memory]."""
+        self._limit_bytes: int | None = None
 
     def calibrate(self, chunk_bytes: int) -> None:
         """Do nothing: the allocator counts tensors and workspaces only."""
 
     def now(self, chunk_bytes: int) -> int:
-        return max(0, self._accelerator.allocated_bytes - chunk_bytes)
+        return self._unplanned_bytes + max(0, self._accelerator.allocated_bytes - chunk_bytes)
 
     def peak(self, chunk_bytes: int) -> int:
-        return max(0, self._accelerator.peak_allocated_bytes - chunk_bytes)
+        return self._unplanned_bytes + max(0, self._accelerator.peak_allocated_bytes - chunk_bytes)
 
     def restart(self) -> None:
         self._accelerator.reset_peak()
@@ -71,11 +82,21 @@ class DeviceMeter:
     def reclaim(self) -> None:
         """Do nothing: cached blocks are not counted, and the allocator frees them before it fails."""
 
+    def set_aside(self, budget_bytes: int) -> Fragmentation:
+        fragmentation = self._accelerator.fragmentation
+        self._unplanned_bytes = fragmentation.unplanned_bytes(budget_bytes)
+        if fragmentation.small_bytes:
+            self._limit_bytes = fragmentation.reserved_limit_bytes(budget_bytes)
+        return fragmentation
+
     def limit(self, nbytes: int) -> None:
-        """Do nothing: the allocator frees cached blocks before it fails."""
+        """Limit what the allocator reserves for chunks and tensors together, once: `nbytes` changes with chunks."""
+        if self._limit_bytes is not None:
+            self._accelerator.limit_reserved(self, self._limit_bytes)
+            self._limit_bytes = None
 
     def close(self) -> None:
-        """Do nothing."""
+        self._accelerator.unlimit_reserved(self)
 
 
 def _trim_heap() -> None:
@@ -110,6 +131,9 @@ class AllocatorMeter:
     def reclaim(self) -> None:
         """Do nothing: freed memory is not counted."""
 
+    def set_aside(self, budget_bytes: int) -> Fragmentation:
+        return NO_FRAGMENTATION
+
     def limit(self, nbytes: int) -> None:
         self._allocator.set_limit(self, self.baseline_bytes + nbytes)
 
@@ -125,6 +149,9 @@ class _ProcessMeter:
 
     def reclaim(self) -> None:
         _trim_heap()
+
+    def set_aside(self, budget_bytes: int) -> Fragmentation:
+        return NO_FRAGMENTATION
 
     def limit(self, nbytes: int) -> None:
         """Do nothing: the heap has no limit."""

@@ -3,15 +3,15 @@
 import logging
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from enum import Enum
 
 from patrickstar._layout.schema import PARAM16
 from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.chunk_manager import ChunkManager
+from patrickstar._memory.iteration_mode import Mode
 from patrickstar._memory.memory_meter import Meter
 from patrickstar._schedule.coordination import Linked
 from patrickstar._schedule.eviction import AccessHistory, LeastRecentlyUsed, ListOrder
-from patrickstar._schedule.placement import WARM_UP_PERCENT
+from patrickstar._schedule.placement import cautious_limit_bytes
 from patrickstar._schedule.prefetch import AggressivePrefetch, DemandFetch, PrefetchPolicy
 from patrickstar._schedule.streaming import StreamingPrefetch
 from patrickstar._schedule.trace import Moment, Trace
@@ -20,15 +20,6 @@ _log = logging.getLogger(__name__)
 
 MAX_TRACES = 64
 """Number of traces kept, one per kind of iteration (input shapes); the oldest is dropped first."""
-
-
-class Mode(Enum):
-    """Source of the tracer's knowledge about the current iteration."""
-
-    DEMAND = "on-demand iteration: fetch on access, measure at every moment"
-    TRACE = "traced iteration: as on demand, and record a trace"
-    PLAN = "planned iteration: follow the trace of an earlier one"
-    RESIDENT = "resident iteration: all parameters fit beside the trace's peak and stay on the device; no moments"
 
 
 class Tracer:
@@ -65,6 +56,8 @@ class Tracer:
         """True while the followed trace is being compared with the needs of a second iteration."""
         self._entered = (0, 0)
         """Count of allocations and non-model bytes when the last evaluation began."""
+        self._allocations = 0
+        """Count of allocations when the measured moment began."""
         self.evaluation_growth: dict[Hashable, int] = {}
         """Largest increase of non-model data in evaluations that moved no chunk, by kind (input shapes)."""
         self.open_key: Hashable | None = None
@@ -130,7 +123,7 @@ class Tracer:
         key, mode = self.open_key, self.mode
         traced = key is not None and mode is Mode.TRACE and bool(self.trace.moments)
         if traced:
-            # Memory use after the last boundary, behind the last backward, belongs to the optimizer step.
+            self._end_last_moment()
             self._open_traces[key] = self.trace
             if self.linked is not None:
                 last = self.linked.largest_each([self.trace.last_gradients.get(i, 0) for i in self.manager.param16])
@@ -144,6 +137,7 @@ class Tracer:
             _log.info("trace dropped: the iteration had %d moments, the trace has %d", ended, expected)
             self._open_traces.pop(key, None)
         elif self._checking:
+            self._end_last_moment()
             self.trace.mark_checked()
             traced = self.trace.peak_non_model_bytes > self.peak_non_model_bytes
         if traced and self._open_traces is self.traces:
@@ -291,12 +285,12 @@ class Tracer:
     def measure(self) -> None:
         """Apply the measured non-model bytes, and leave a margin for the unknown ones."""
         compute = self.manager.device_tier
-        cautious = compute.budget_bytes * WARM_UP_PERCENT // 100
-        now = self._measured(cautious)
-        # Once a peak is known, chunks may fill all that the peak leaves, even if little is used now.
-        known = compute.budget_bytes - max(0, self.peak_non_model_bytes - now)
-        compute.soft_limit_bytes = max(cautious, known) if self.peak_non_model_bytes else cautious
-        compute.non_model_bytes = now
+        first = self.mode is Mode.TRACE and self._open_traces is self.traces and not self.peak_non_model_bytes
+        cautious = cautious_limit_bytes(compute.budget_bytes, first, strictly := self.manager.hardware.has_gpu)
+        compute.non_model_bytes = self._measured(cautious)
+        missing = max(0, self.peak_non_model_bytes - compute.non_model_bytes)
+        known = compute.budget_bytes - missing if self.peak_non_model_bytes else 0
+        compute.soft_limit_bytes = known if strictly and known else max(cautious, known)
 
     def _measured(self, limit_bytes: int) -> int:
         """Return the non-model bytes; trim cached freed memory first if it would break the limit."""
@@ -347,6 +341,7 @@ class Tracer:
             # Otherwise memory freed by an earlier operator would hide what the next one allocates.
             self.meter.reclaim()
             self.meter.restart()
+            self._allocations = self.manager.device_tier.allocations
 
     def _matches_trace(self, chunks: tuple[int, ...]) -> bool:
         now, moments = self.manager.now, self.trace.moments
@@ -378,6 +373,12 @@ class Tracer:
         peak = self._agreed(self.meter.peak(self.manager.resident_bytes))
         self.non_model_peak = max(self.non_model_peak, peak)
         return peak
+
+    def _end_last_moment(self) -> None:
+        """Record what is there until the optimizer step: the batch and the loss, and what clipping needed."""
+        moved = self._allocations != self.manager.device_tier.allocations  # which the meter would take for a peak
+        nbytes = self.current_non_model_bytes() if moved else self._peak()
+        self.trace.moments[-1].non_model_bytes = max(self.trace.moments[-1].non_model_bytes, nbytes)
 
     def _record_peak(self) -> None:
         peak = self._peak()

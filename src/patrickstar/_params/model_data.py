@@ -199,6 +199,13 @@ class ModelData(LocalShards, ProcessHooks):
         """Evict chunks until non-model data fits beside them."""
         self.manager.make_room(0, protect=())
 
+    def make_room_for_step(self) -> None:
+        """Let chunks fill the budget; evict parameters from an accelerator if more is there than the plan expected."""
+        self.manager.device_tier.soft_limit_bytes = self.manager.device_tier.budget_bytes
+        if self.manager.hardware.has_gpu:
+            self.manager.evict_idle(0, protect=())
+            self.update_param_views()
+
     def finish_forward(self) -> None:
         for managed in self.managed_params:
             managed.state.end_forward()

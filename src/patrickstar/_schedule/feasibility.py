@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from patrickstar._layout.byte_size import format_size
 from patrickstar._layout.chunk_mapping import Layout
+from patrickstar._schedule.fragmentation import NO_FRAGMENTATION, Fragmentation
 from patrickstar._schedule.placement import Budgets, ChunkTiers, Tier, disk_bytes, initial_placement
 from patrickstar.errors import BudgetError
 
@@ -36,12 +37,15 @@ def check_budgets(
     update_bytes: int = 0,
     *,
     with_disk: bool = False,
+    device_memory: int | None = None,
+    fragmentation: Fragmentation = NO_FRAGMENTATION,
 ) -> None:
     """Raise BudgetError with the smallest sufficient budgets if the model data does not fit the tiers.
 
     `operators` holds the parameter names that each operator reads. `budgets` excludes `staging_bytes` (host, for
-    transfers), the buffers of lock-free updates (host) and `library_bytes` (device, for cuBLAS); the error includes
-    them. `update_bytes` is what the update of a whole parameter needs on the device. Activations are not counted.
+    transfers), the buffers of lock-free updates (host), `library_bytes` (device, for cuBLAS) and what is left to
+    `fragmentation` of `device_memory`, the budget of the device; the error includes them. `update_bytes` is what the
+    update of a whole parameter needs on the device. Activations are not counted.
     """
     of_operators = working_set_bytes(layout, operators)
     working_set = max(of_operators, update_bytes)
@@ -51,7 +55,13 @@ def check_budgets(
 
     if budgets.host >= 0 and accepts():
         return
-    total, given_device = layout.model_data_bytes, budgets.device + library_bytes
+    total = layout.model_data_bytes
+    given_device = budgets.device + library_bytes if device_memory is None else device_memory
+    unplanned = given_device - budgets.device - library_bytes
+
+    def device_budget(planned: int) -> int:
+        return fragmentation.budget_bytes(planned + library_bytes)
+
     reserved = staging_bytes + layout.buffer_bytes
     given_host = budgets.host + reserved
     given = (
@@ -68,6 +78,8 @@ def check_budgets(
             f", and this device needs {library_bytes} bytes ({format_size(library_bytes)}) more for its libraries "
             f"(cuBLAS workspaces)"
         )
+    if unplanned:
+        needs += f", and {unplanned} bytes ({format_size(unplanned)}) of its budget are left to fragmentation"
     if layout.buffer_bytes:
         needs += (
             f", and lock-free updates need {layout.buffer_bytes} bytes ({format_size(layout.buffer_bytes)}) on the host"
@@ -79,9 +91,9 @@ def check_budgets(
         min_host = reserved + shards
         purpose = " and buffers of lock-free updates" if layout.buffer_bytes else ""
         purpose += " and this rank's shards of the parameters" if shards else ""
-        min_device = working_set + library_bytes
+        min_device = device_budget(working_set)
         shortage = {
-            f"device_memory={min_device} bytes ({format_size(min_device)})": working_set - budgets.device,
+            f"device_memory={min_device} bytes ({format_size(min_device)})": min_device - given_device,
             f"host_memory={min_host} bytes ({format_size(min_host)}), for staging buffers{purpose}": (
                 shards - budgets.host
             ),
@@ -97,7 +109,7 @@ def check_budgets(
     device = smallest_accepted(lambda nbytes: accepts(device=nbytes), ample)
     min_device = max(budgets.device, smallest_accepted(lambda nbytes: accepts(device=nbytes, host=ample), ample))
     host = smallest_accepted(lambda nbytes: accepts(device=min_device, host=nbytes), ample)
-    device, min_device, host = device + library_bytes, min_device + library_bytes, host + reserved
+    device, min_device, host = device_budget(device), device_budget(min_device), host + reserved
     # By default chunks are larger with a larger device budget, and so is what an operator needs at once.
     chunk_bytes = layout.chunk_numel * max(chunk.schema.compute.itemsize for chunk in layout.chunks)
     raise BudgetError(

@@ -16,6 +16,19 @@ WARM_UP_PERCENT = 80
 """Share of the device budget that chunks may fill during warm-up, when the operators' allocations are not yet known
 (the paper's own figure)."""
 
+
+def cautious_limit_bytes(budget_bytes: int, first: bool, strictly: bool) -> int:
+    """Return what chunks and non-model data may use while operators may need more than is known.
+
+    Args:
+        budget_bytes: Device budget.
+        first: This is the first iteration of all, whose operators may need any part of the budget.
+        strictly: What does not fit is out of memory, in the middle of an operator or of backward. So in the first
+            iteration no chunk stays that none uses.
+    """
+    return 0 if first and strictly else budget_bytes * WARM_UP_PERCENT // 100
+
+
 DISK_BLOCK_BYTES = 4096
 """Allocation unit of the swap file."""
 

@@ -1,6 +1,7 @@
 """Gradients of the next step: clipping and overflow detection over all of them, reading and writing one."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -135,6 +136,16 @@ class Gradients:
         self._clips.clear()
         self._grad_stats = None
 
+    def _make_room(self, managed_params: Sequence[ManagedParam]) -> None:
+        """Evict parameters, as far as they can be, for the workspace of statistics beside an accelerator."""
+        manager = self.data.manager
+        if manager.hardware.has_gpu and managed_params:
+            longest = max(managed.location.numel for managed in managed_params)
+            nbytes = self.kernels.stats_workspace_bytes(manager.device, longest)
+            if nbytes:
+                manager.evict_idle(nbytes, [managed.shard_chunk for managed in managed_params])
+                self.data.update_param_views()
+
     def _compute_stats(self) -> GradStats:
         """Compute the statistics chunk by chunk, so that temporary copies hold at most one chunk's gradients."""
         sums: dict[ManagedParam, float] = {}
@@ -146,6 +157,7 @@ class Gradients:
                     self.data.ensure_local(managed)
                 on_disk = [managed for managed in with_gradient if self.data.gradient_on_disk(managed)]
                 in_memory = [managed for managed in with_gradient if managed not in on_disk]
+                self._make_room(in_memory)
                 stats = self.kernels.grad_stats(
                     [self.data.gradient(managed).together() for managed in in_memory], self.scales
                 )

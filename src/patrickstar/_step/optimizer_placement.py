@@ -24,11 +24,16 @@ class OptimizerPlacement:
         self._set_keep_duplicates(layout, data.manager.device_tier.budget_bytes * (100 - WARM_UP_PERCENT) // 100)
 
     def begin(self, placement: Mapping[int, ChunkTiers]) -> None:
-        """Set the home tiers before the first measured step."""
+        """Set the home tiers before the first measured step; beside an accelerator, make room for the first batch."""
         if self._data.manager.disk_tier is None:
             self._optimizer_step.tiers.home = dict.fromkeys(self._optimizer_step.tiers.bound_to_device(), Tier.DEVICE)
         else:
             self._optimizer_step.tiers.home = {index: tiers.optimizer for index, tiers in placement.items()}
+
+        device = self._data.manager.device_tier
+        if self._data.manager.hardware.has_gpu:  # which comes before an operator makes room for it
+            self._data.manager.evict_idle(device.budget_bytes - device.soft_limit_bytes, protect=())
+            self._data.update_param_views()
 
     def replan(self, layout: Layout) -> None:
         """Set the home tiers again after a measured step."""

@@ -153,7 +153,8 @@ class Stats:
             warnings.warn(
                 f"the device had no memory left {retries} times in this step, although the engine kept its budget of "
                 f"{manager.device_tier.budget_bytes} bytes: {allocator}. Each time, the allocator waits for all "
-                f"kernels and frees its cache, which is slow. Lower device_memory, end other programs on this device, "
-                f"or set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True if it is set to something else",
+                f"kernels and frees its cache, which is slow if it happens in every step. Lower device_memory if other "
+                f"programs use this device, raise it if none does, or set "
+                f"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True if it is set to something else",
                 stacklevel=2,
             )

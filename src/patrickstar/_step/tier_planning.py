@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from patrickstar._kernels.update_rule import Rule
@@ -13,6 +14,7 @@ from patrickstar._memory.hardware import Hardware
 from patrickstar._memory.host_arena import ALIGN_BYTES
 from patrickstar._memory.vm_pool import round_up
 from patrickstar._schedule.feasibility import check_budgets, working_set_bytes
+from patrickstar._schedule.fragmentation import NO_FRAGMENTATION, Fragmentation
 from patrickstar._schedule.placement import Budgets, ChunkTiers, disk_bytes, initial_placement
 from patrickstar._step.staging_pool import StagingSize
 from patrickstar._step.streamed_update import buffer_bytes, buffer_count
@@ -102,13 +104,15 @@ def plan_tiers(
     page_bytes: int = PAGE_BYTES,
     sharing: int = 1,
     library_bytes: int = 0,
+    fragmentation: Fragmentation = NO_FRAGMENTATION,
 ) -> TierPlan:
     """Plan the initial placement, and create the swap file if memory can't hold all chunks and a disk is configured.
 
     Args:
         memory: Device and host budgets in bytes.
         sharing: Number of processes that share the disk.
-        library_bytes: Part of the device budget that the device's libraries use.
+        library_bytes: Part of the device budget that the device's libraries use, and that is left to fragmentation.
+        fragmentation: Fragmentation on the device.
 
     Raises:
         BudgetError: All tiers together are too small.
@@ -117,13 +121,15 @@ def plan_tiers(
     rules = config.optimizer.default_rules()
     by_pages = all(rule.by_pages for rule in rules)
     buffers = _update_buffer_bytes(layout, by_pages) if hardware.has_gpu else 0
+    libraries = library_bytes - fragmentation.unplanned_bytes(memory[0])
+    check = partial(check_budgets, layout, together, device_memory=memory[0], fragmentation=fragmentation)
     device, host = memory[0] - library_bytes, memory[1] - buffers - layout.buffer_bytes
     update_bytes = _update_bytes(layout, rules)
     working_set = max(working_set_bytes(layout, together), update_bytes)
     in_memory = initial_placement(layout.chunks, Budgets(device, host), working_set)
     free = hardware.free_disk_bytes(Path(config.disk.directory)) // sharing if config.disk is not None else 0
     if config.disk is None or in_memory is not None:
-        check_budgets(layout, together, Budgets(device, host), buffers, library_bytes, update_bytes)
+        check(Budgets(device, host), buffers, libraries, update_bytes)
         assert in_memory is not None, "budgets were checked"
         return TierPlan(in_memory, buffer_bytes=buffers, staging_bytes=buffers)
     directory = Path(config.disk.directory)
@@ -147,7 +153,7 @@ def plan_tiers(
     staging_size = StagingSize.choose(lists, largest, page_bytes, None if by_pages else whole_bytes, room)
     staging = buffers + io_bytes + staging_size.nbytes
     budget = Budgets(device, memory[1] - layout.buffer_bytes - staging, capacity if capacity is not None else free)
-    check_budgets(layout, together, budget, staging, library_bytes, update_bytes, with_disk=True)
+    check(budget, staging, libraries, update_bytes, with_disk=True)
     placement = initial_placement(layout.chunks, budget, working_set)
     assert placement is not None, "budgets were checked"
     nbytes = disk_bytes(layout.chunks, placement)

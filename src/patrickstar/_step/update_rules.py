@@ -54,19 +54,28 @@ class UpdateRules:
         )
         return max(sizes, default=0)
 
-    def make_room(self, data: ModelData, rules: Mapping[ManagedParam, Rule], used: Sequence[Chunk]) -> None:
-        """Make room on the device for the workspace of updates that need whole parameters, if any do.
+    def make_room(
+        self, data: ModelData, rules: Mapping[ManagedParam, Rule], used: Sequence[Chunk], *, on_device: bool = False
+    ) -> None:
+        """Make room on the device for the workspace of updates that need whole parameters, and of those on the device.
+
+        For the latter parameters are evicted as far as they can be, if no kernel updates without a workspace.
 
         Args:
             used: Chunks that have to stay.
+            on_device: Masters and states are on the device.
 
         Raises:
-            BudgetError: The device budget is too small.
+            BudgetError: The device budget is too small for updates that need whole parameters.
         """
         whole = {managed: rule for managed, rule in rules.items() if rule.needs_shape}
         if whole:
             data.manager.make_room(self.workspace_bytes(whole), used)
-            data.update_param_views()
+        elif on_device and data.manager.hardware.has_gpu and (nbytes := self.workspace_bytes(rules)):
+            data.manager.evict_idle(nbytes, used)
+        else:
+            return
+        data.update_param_views()
 
     def default_workspace_bytes(self, managed_params: Sequence[ManagedParam]) -> int:
         """Return the largest workspace of updates on the device with default options, in bytes."""

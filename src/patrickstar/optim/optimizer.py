@@ -128,6 +128,11 @@ class Optimizer(Options):
         """
         return {}
 
+    @property
+    def may_multiply(self) -> bool:
+        """True if updates may run products of matrices: those that need whole parameters may."""
+        return any(rule.needs_shape for rule in self.default_rules())
+
     def whole_params(self, module: nn.Module) -> set[nn.Parameter]:
         """Return the parameters that no two processes may share, since their update needs all elements.
 

@@ -3,6 +3,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "device.h"
+#include "workspaces.h"
 
 namespace py = pybind11;
 
@@ -11,14 +12,18 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("DEVICES") = strict::kDevices;
   m.def(
       "configure",
-      [](size_t capacity, size_t segment_bytes, uint64_t seed, double up_rate, double down_rate) {
-        strict::configure({capacity, segment_bytes, seed, up_rate, down_rate});
+      [](size_t capacity, size_t segment_bytes, size_t small_bytes, size_t workspace_bytes, uint64_t seed, double up_rate,
+         double down_rate) {
+        strict::free_workspaces();
+        strict::configure({capacity, segment_bytes, small_bytes, workspace_bytes, seed, up_rate, down_rate});
       },
       py::call_guard<py::gil_scoped_release>());
   m.def("register_host", [](size_t address, size_t nbytes) {
     strict::register_host(reinterpret_cast<void*>(address), nbytes);
   });
   m.def("unregister_host", [](size_t address) { strict::unregister_host(reinterpret_cast<void*>(address)); });
+  m.def("set_limit", &strict::set_limit);
+  m.def("free_workspaces", &strict::free_workspaces);
   m.def("charge", &strict::charge);
   m.def("set_worker_thread", &strict::set_worker_thread);
   m.def("host_waits", [] {

@@ -113,6 +113,7 @@ struct DeviceMemory final : c10::DeviceAllocator {
     allocated.current = static_cast<int64_t>(found.allocated);
     allocated.peak = static_cast<int64_t>(found.allocated_peak);
     stats.reserved_bytes[0].current = static_cast<int64_t>(found.reserved);
+    stats.reserved_bytes[0].peak = static_cast<int64_t>(found.reserved_peak);
     stats.inactive_split_bytes[0].current = static_cast<int64_t>(found.inactive_split);
     stats.num_alloc_retries = static_cast<int64_t>(found.retries);
     return stats;

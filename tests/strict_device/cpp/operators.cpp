@@ -22,6 +22,7 @@
 #include <optional>
 
 #include "device.h"
+#include "workspaces.h"
 
 namespace strict {
 namespace {
@@ -219,6 +220,7 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
   Stack given(stack->end() - static_cast<long>(count), stack->end());
   auto device = device_of(op, given);
   auto stream = current_stream(device.index());
+  use_workspaces(op, given, device.index(), stream.id());
   std::vector<size_t> written;
   for (size_t i = 0; i < count; ++i) {
     const auto* alias = schema.arguments()[i].alias_info();

@@ -1,9 +1,11 @@
-// Queues of streams, shared by the two ways of running them: late by a schedule (runtime.cpp), or timed (timed.cpp).
+// Devices and the queues of their streams, shared by their memory (memory.cpp) and by the two ways of running queues: late
+// by a schedule (runtime.cpp), or timed (timed.cpp).
 #pragma once
 
 #include <deque>
 #include <exception>
 #include <mutex>
+#include <vector>
 
 #include "runtime.h"
 
@@ -37,9 +39,31 @@ struct Queue {
   bool has_thread = false;
 };
 
+struct Device {
+  char* guarded = nullptr;  // addresses in tensors, without access
+  char* kernel = nullptr;   // the same memory, for kernels
+  int file = -1;            // its memory
+  std::vector<std::unique_ptr<Queue>> queues;
+};
+
+constexpr size_t kSpace = size_t{1} << 36;  // addresses of a device
+
 extern std::recursive_mutex mutex;  // of all queues
 extern Settings settings;
 extern std::exception_ptr failure;
+extern Device devices[kDevices];
+
+// Return a device, made at its first use, and a queue of it. The caller holds the mutex.
+Device& device(int index);
+Queue& queue(int index, int64_t stream);
+
+// Run some queued work, as the schedule draws; all of a device; raise the error of work that has run.
+void progress();
+void run_everything(Device& device);
+void raise_failure();
+
+// Return memory without allocated blocks to the system; all work must have run.
+void release_segments(Device& device);
 
 // Mark a marker as passed, now.
 void pass(Marker& marker);

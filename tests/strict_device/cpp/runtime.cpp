@@ -1,4 +1,3 @@
-#include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -17,18 +16,16 @@ namespace strict {
 std::recursive_mutex mutex;
 Settings settings;
 std::exception_ptr failure;
+Device devices[kDevices];
 
 namespace {
 
 // Queries after which an event has passed: a thread that polls for it waits for the device.
 constexpr int kQueries = 100;
-constexpr size_t kAlign = 512, kPage = 4096, kSpace = size_t{1} << 36;
 
 std::mt19937_64 schedule{0};
 HostWaits waits;
 thread_local bool worker_thread = false;
-
-size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
 
 double draw() { return std::uniform_real_distribution<double>(0, 1)(schedule); }
 
@@ -37,68 +34,9 @@ double draw_eagerness() {
   return choices[schedule() % 4];
 }
 
-struct Block {
-  char* address = nullptr;
-  size_t nbytes = 0;
-  int64_t stream = 0;
-  bool free = true;
-  std::vector<MarkerPtr> uses;  // of other streams, after which it may be reused
-  std::vector<int64_t> users;
-};
-
-struct Segment {
-  char* address = nullptr;
-  size_t nbytes = 0;
-  int64_t stream = 0;
-  std::map<char*, Block> blocks;
-};
-
-struct Device {
-  char* guarded = nullptr;  // addresses in tensors, without access
-  char* kernel = nullptr;   // the same memory, for kernels
-  int file = -1;
-  size_t end = 0;
-  std::map<char*, Segment> segments;
-  std::vector<std::pair<char*, size_t>> unused_ranges;
-  std::vector<std::unique_ptr<Queue>> queues;
-  MemoryStats stats;
-};
-
-Device devices[kDevices];
 std::map<char*, size_t> registered;
 std::vector<HostRange> pending_ranges;
 std::vector<std::pair<HostRange, Task>> deferred;
-
-Device& device(int index) {
-  Device& found = devices[index];
-  if (found.guarded == nullptr) {
-    found.file = memfd_create("strict-device", 0);
-    if (found.file < 0 || ftruncate(found.file, kSpace) != 0) throw std::runtime_error("memfd_create failed");
-    auto map = [&](int access) {
-      void* address = mmap(nullptr, kSpace, access, MAP_SHARED | MAP_NORESERVE, found.file, 0);
-      if (address == MAP_FAILED) throw std::runtime_error("mmap failed");
-      madvise(address, kSpace, MADV_DONTFORK);
-      return static_cast<char*>(address);
-    };
-    found.guarded = map(PROT_NONE);
-    found.kernel = map(PROT_READ | PROT_WRITE);
-    found.queues.push_back(std::make_unique<Queue>());
-    found.queues[0]->device = index;
-    found.queues[0]->eagerness = draw_eagerness();
-  }
-  return found;
-}
-
-Queue& queue(int index, int64_t stream) { return *device(index).queues.at(stream); }
-
-int owner(const void* address) {
-  auto* byte = static_cast<const char*>(address);
-  for (int index = 0; index < kDevices; ++index) {
-    char* begin = devices[index].guarded;
-    if (begin != nullptr && begin <= byte && byte < begin + kSpace) return index;
-  }
-  return -1;
-}
 
 void run_until(const MarkerPtr& marker);
 
@@ -130,117 +68,14 @@ void run_all(Queue& queue) {
   while (!queue.entries.empty()) run_front(queue, true);
 }
 
-void raise_failure() {
-  if (failure) std::rethrow_exception(std::exchange(failure, nullptr));
-}
-
-// Run some queued work, as the schedule draws.
-void progress() {
-  if (settings.timed()) return;
-  for (Device& each : devices) {
-    for (auto& queue : each.queues) {
-      while (!queue->entries.empty() && draw() < queue->eagerness && run_front(*queue, false)) {
-      }
-    }
-  }
-}
-
 void count(int64_t HostWaits::*counter) {
   if (!worker_thread) ++(waits.*counter);
-}
-
-void fill_poison(Queue& queue, char* address, size_t nbytes) {
-  push(queue, {[=] { std::memset(address, 0xFF, nbytes); }});
-}
-
-// Memory
-
-Block* find_block(Device& device, char* address, Segment** segment = nullptr) {
-  auto after = device.segments.upper_bound(address);
-  if (after == device.segments.begin()) return nullptr;
-  Segment& found = std::prev(after)->second;
-  if (segment != nullptr) *segment = &found;
-  auto block = found.blocks.find(address);
-  return block == found.blocks.end() ? nullptr : &block->second;
-}
-
-bool reusable(Block& block) {
-  return std::all_of(block.uses.begin(), block.uses.end(), [](const MarkerPtr& use) { return use->passed; });
-}
-
-Block* take_cached(Device& device, int64_t stream, size_t nbytes) {
-  Block* best = nullptr;
-  Segment* home = nullptr;
-  for (auto& [_, segment] : device.segments) {
-    if (segment.stream != stream) continue;
-    for (auto& [_, block] : segment.blocks) {
-      bool fits = settings.segment_bytes ? block.nbytes >= nbytes : block.nbytes == nbytes;
-      if (block.free && fits && reusable(block) && (best == nullptr || block.nbytes < best->nbytes)) {
-        best = &block, home = &segment;
-      }
-    }
-  }
-  if (best != nullptr && best->nbytes > nbytes) {
-    Block rest = *best;
-    rest.address += nbytes, rest.nbytes -= nbytes;
-    best->nbytes = nbytes;
-    home->blocks[rest.address] = rest;
-  }
-  return best;
-}
-
-Block* new_segment(Device& device, int64_t stream, size_t nbytes) {
-  size_t size = std::max(nbytes, settings.segment_bytes);
-  if (device.stats.reserved + size > settings.capacity) return nullptr;
-  size_t space = round_up(size, kPage);
-  Segment segment;
-  segment.nbytes = size, segment.stream = stream;
-  auto unused = std::find_if(device.unused_ranges.begin(), device.unused_ranges.end(),
-                             [&](auto& range) { return range.second == space; });
-  if (unused != device.unused_ranges.end()) {
-    segment.address = unused->first;
-    device.unused_ranges.erase(unused);
-  } else {
-    if (device.end + space > kSpace) throw OutOfMemory("the address space of the strict device is used up");
-    segment.address = device.guarded + device.end;
-    device.end += space;
-  }
-  device.stats.reserved += size;
-  Block whole;
-  whole.address = segment.address, whole.nbytes = size, whole.stream = stream;
-  segment.blocks[whole.address] = whole;
-  device.segments[segment.address] = segment;
-  fill_poison(*device.queues[stream], kernel_address(segment.address), size);
-  return take_cached(device, stream, nbytes);
-}
-
-// Return segments without allocated blocks to the system; all work must have run.
-void release_segments(Device& device) {
-  for (auto it = device.segments.begin(); it != device.segments.end();) {
-    Segment& segment = it->second;
-    bool unused = std::all_of(segment.blocks.begin(), segment.blocks.end(),
-                              [](auto& each) { return each.second.free && reusable(each.second); });
-    if (!unused) {
-      ++it;
-      continue;
-    }
-    size_t space = round_up(segment.nbytes, kPage);
-    fallocate(device.file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, segment.address - device.guarded, space);
-    device.unused_ranges.emplace_back(segment.address, space);
-    device.stats.reserved -= segment.nbytes;
-    it = device.segments.erase(it);
-  }
 }
 
 std::deque<Queue*> queues_of(Device& device) {
   std::deque<Queue*> found;
   for (auto& queue : device.queues) found.push_back(queue.get());
   return found;
-}
-
-void run_everything(Device& device) {
-  if (settings.timed()) return await_all(queues_of(device));
-  for (auto& queue : device.queues) run_all(*queue);
 }
 
 void release_range(HostRange range) {
@@ -261,6 +96,47 @@ void release_range(HostRange range) {
 
 }  // namespace
 
+Device& device(int index) {
+  Device& found = devices[index];
+  if (found.guarded == nullptr) {
+    found.file = memfd_create("strict-device", 0);
+    if (found.file < 0 || ftruncate(found.file, kSpace) != 0) throw std::runtime_error("memfd_create failed");
+    auto map = [&](int access) {
+      void* address = mmap(nullptr, kSpace, access, MAP_SHARED | MAP_NORESERVE, found.file, 0);
+      if (address == MAP_FAILED) throw std::runtime_error("mmap failed");
+      madvise(address, kSpace, MADV_DONTFORK);
+      return static_cast<char*>(address);
+    };
+    found.guarded = map(PROT_NONE);
+    found.kernel = map(PROT_READ | PROT_WRITE);
+    found.queues.push_back(std::make_unique<Queue>());
+    found.queues[0]->device = index;
+    found.queues[0]->eagerness = draw_eagerness();
+  }
+  return found;
+}
+
+Queue& queue(int index, int64_t stream) { return *device(index).queues.at(stream); }
+
+void raise_failure() {
+  if (failure) std::rethrow_exception(std::exchange(failure, nullptr));
+}
+
+void progress() {
+  if (settings.timed()) return;
+  for (Device& each : devices) {
+    for (auto& queue : each.queues) {
+      while (!queue->entries.empty() && draw() < queue->eagerness && run_front(*queue, false)) {
+      }
+    }
+  }
+}
+
+void run_everything(Device& device) {
+  if (settings.timed()) return await_all(queues_of(device));
+  for (auto& queue : device.queues) run_all(*queue);
+}
+
 void configure(const Settings& changed) {
   std::lock_guard lock(mutex);
   for (Device& each : devices) {
@@ -274,103 +150,6 @@ void configure(const Settings& changed) {
     for (auto& queue : each.queues) queue->eagerness = draw_eagerness();
   }
 }
-
-void* allocate(int index, int64_t stream, size_t nbytes) {
-  std::lock_guard lock(mutex);
-  progress();
-  raise_failure();
-  Device& found = device(index);
-  nbytes = round_up(std::max(nbytes, size_t{1}), kAlign);
-  Block* block = take_cached(found, stream, nbytes);
-  if (block == nullptr) block = new_segment(found, stream, nbytes);
-  if (block == nullptr) {
-    if (settings.segment_bytes) ++found.stats.retries;
-    run_everything(found);
-    release_segments(found);
-    block = new_segment(found, stream, nbytes);
-  }
-  if (block == nullptr) {
-    throw OutOfMemory("strict device out of memory. Tried to allocate " + std::to_string(nbytes) + " bytes; " +
-                      std::to_string(found.stats.allocated) + " of " + std::to_string(settings.capacity) +
-                      " bytes are allocated and " + std::to_string(found.stats.reserved) + " reserved");
-  }
-  block->free = false;
-  block->uses.clear();
-  found.stats.allocated += block->nbytes;
-  found.stats.allocated_peak = std::max(found.stats.allocated_peak, found.stats.allocated);
-  return block->address;
-}
-
-void deallocate(void* address) {
-  if (address == nullptr) return;
-  std::lock_guard lock(mutex);
-  Device& found = devices[owner(address)];
-  Segment* segment = nullptr;
-  Block* block = find_block(found, static_cast<char*>(address), &segment);
-  if (block == nullptr || block->free) std::abort();
-  block->free = true;
-  found.stats.allocated -= block->nbytes;
-  Queue& owner_queue = *found.queues[block->stream];
-  for (int64_t user : block->users) {
-    block->uses.push_back(record(owner_queue.device, user));
-    push(owner_queue, {nullptr, block->uses.back()});
-  }
-  block->users.clear();
-  fill_poison(owner_queue, kernel_address(block->address), block->nbytes);
-  if (settings.segment_bytes) {  // merge free neighbours
-    auto it = segment->blocks.find(block->address);
-    auto next = std::next(it);
-    auto merge = [&](auto into, auto from) {
-      into->second.nbytes += from->second.nbytes;
-      into->second.uses.insert(into->second.uses.end(), from->second.uses.begin(), from->second.uses.end());
-      segment->blocks.erase(from);
-    };
-    if (next != segment->blocks.end() && next->second.free) merge(it, next);
-    if (it != segment->blocks.begin() && std::prev(it)->second.free) merge(std::prev(it), it);
-  }
-}
-
-void record_use(void* address, int64_t stream) {
-  std::lock_guard lock(mutex);
-  Block* block = find_block(devices[owner(address)], static_cast<char*>(address));
-  if (block != nullptr && block->stream != stream) block->users.push_back(stream);
-}
-
-bool is_device_address(const void* address) { return owner(address) >= 0; }
-
-char* kernel_address(const void* address) {
-  int index = owner(address);
-  auto* byte = static_cast<const char*>(address);
-  return index < 0 ? const_cast<char*>(byte) : devices[index].kernel + (byte - devices[index].guarded);
-}
-
-void empty_cache() {
-  std::lock_guard lock(mutex);
-  for (Device& each : devices) {
-    if (each.guarded == nullptr) continue;
-    run_everything(each);
-    release_segments(each);
-  }
-}
-
-MemoryStats memory_stats(int index) {
-  std::lock_guard lock(mutex);
-  Device& found = device(index);
-  MemoryStats stats = found.stats;
-  for (auto& [_, segment] : found.segments) {
-    size_t used = 0;
-    for (auto& [_, block] : segment.blocks) used += block.free ? 0 : block.nbytes;
-    if (used) stats.inactive_split += segment.nbytes - used;
-  }
-  return stats;
-}
-
-void reset_peak(int index) {
-  std::lock_guard lock(mutex);
-  device(index).stats.allocated_peak = device(index).stats.allocated;
-}
-
-size_t capacity() { return settings.capacity; }
 
 bool is_timed() { return settings.timed(); }
 

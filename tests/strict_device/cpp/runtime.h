@@ -20,6 +20,8 @@ struct OutOfMemory : std::runtime_error {
 struct Settings {
   size_t capacity = size_t{1} << 30;
   size_t segment_bytes = 0;  // 0: each block has its own segment, so that memory does not fragment
+  size_t small_bytes = 0;    // segments expand page by page; largest block of the small pool. 0: they don't
+  size_t workspace_bytes = 0;  // of products of matrices, for each thread and stream
   uint64_t seed = 0;         // of the schedule by which queued work runs
   // Rates of copies in timed mode, in bytes per second. 0: work runs by the schedule, and takes no time.
   double up_rate = 0, down_rate = 0;
@@ -28,7 +30,8 @@ struct Settings {
 };
 
 struct MemoryStats {
-  size_t allocated = 0, allocated_peak = 0, reserved = 0, inactive_split = 0, retries = 0;
+  size_t allocated = 0, allocated_peak = 0, reserved = 0, reserved_peak = 0, inactive_split = 0, retries = 0;
+  size_t limit = SIZE_MAX;  // of what is reserved
 };
 
 // Waits of a thread for unfinished work, by what it called.
@@ -54,6 +57,7 @@ char* kernel_address(const void* address);
 void empty_cache();
 MemoryStats memory_stats(int device);
 void reset_peak(int device);
+void set_limit(int device, size_t nbytes);
 size_t capacity();
 
 // Page-locked host memory.

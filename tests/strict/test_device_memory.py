@@ -1,0 +1,174 @@
+"""Law 2 on a device that counts like a GPU: what its allocator allocates and reserves stays within the budget."""
+
+import gc
+import random
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import strict_device
+import torch
+import toys
+from laws.test_late_copies import some_are_slow
+from torch import nn
+from toys import Shape
+
+import patrickstar as ps
+from patrickstar._engine.engine import Engine
+from patrickstar._memory.hardware import Hardware
+from patrickstar._memory.memory_meter import DeviceMeter
+from patrickstar.errors import BudgetError
+
+DEVICE = torch.device("strict", 0)
+SMALL_BYTES, WORKSPACE_BYTES = 1024, 32 << 10
+"""1/1024 of what a GPU of the Hopper generation has: so are the models."""
+OPTIMIZERS: list[Callable[[], ps.Optimizer]] = [
+    ps.AdamW,
+    ps.SGD,
+    ps.Lion,
+    ps.Muon,
+    ps.AdamW8bit,
+    partial(ps.EMA, ps.AdamW(), decay=0.9),
+]
+
+
+class PeakMeter(DeviceMeter):
+    """Meter that keeps the peaks over all restarts."""
+
+    allocated = reserved = 0
+
+    def note(self) -> None:
+        stats = torch.accelerator.memory_stats(DEVICE)
+        self.allocated = max(self.allocated, stats["allocated_bytes.all.peak"])
+        self.reserved = max(self.reserved, stats["reserved_bytes.all.peak"])
+
+    def restart(self) -> None:
+        self.note()
+        super().restart()
+
+
+def layers(width: int, count: int) -> nn.Module:
+    return toys.layers(width, count, nn.GELU)
+
+
+@dataclass
+class Draw:
+    """Random model, loop and budgets."""
+
+    build: Callable[[], nn.Module]
+    batches: list[tuple[torch.Tensor]]
+    config: ps.Config
+    loop: dict[str, Any]
+    evaluates: bool
+
+    @classmethod
+    def of(cls, seed: int, directory: Path) -> "Draw":
+        choice = random.Random(seed)
+        if choice.random() < 0.5:
+            width, count, rows = choice.choice([32, 64, 96]), choice.randint(3, 9), choice.choice([2, 16, 128])
+            build, batches = partial(layers, width, count), toys.inputs(6, width, rows)
+        else:
+            kinds = tuple(choice.choices(["mlp", "attention", "plain"], k=choice.randint(1, 5)))
+            width = choice.choice([32, 64])
+            build = Shape(kinds, choice.random() < 0.5, choice.random() < 0.3, choice.random() < 0.4, width).build
+            batches = toys.batches(6, choice.choice([4, 40]))
+        numel = sum(param.numel() for param in build().parameters())
+        optimizer, on_disk = choice.choice(OPTIMIZERS)(), choice.random() < 0.5
+        precision = choice.choice(["bf16", "fp16", "fp32"])
+        config = ps.Config(
+            device="strict",
+            precision=precision,
+            chunk_size=choice.choice([4096, 20_000, 50_000, "auto"]),
+            optimizer=optimizer,
+            # Workspaces, some operators' activations, and a part of the model.
+            device_memory=3 * WORKSPACE_BYTES
+            + choice.choice([60_000, 150_000, 400_000])
+            + int(choice.random() * 14 * numel),
+            # What the host can't hold, and no disk either, has to stay on the device, whatever operators need.
+            host_memory=20 * numel + 1_000_000 if not on_disk or choice.random() < 0.5 else 2 * numel + 300_000,
+            disk=ps.Disk(directory) if on_disk else None,
+            activation_offload=choice.random() < 0.2,
+        )
+        loop: dict[str, Any] = choice.choice(
+            [{}, {}, {"max_norm": 0.1}, {"accumulation": 2}, {"update": precision != "fp16"}]
+        )
+        return cls(build, batches, config, loop, choice.random() < 0.3)
+
+
+def run(seed: int, directory: Path) -> str:
+    """Train a draw, and check the peaks; return why it was refused, or an empty string."""
+    draw = Draw.of(seed, directory)
+    gc.collect()
+    strict_device.configure(seed=seed, capacity=16 << 20, small_bytes=SMALL_BYTES, workspace_bytes=WORKSPACE_BYTES)
+    accelerator = Hardware(DEVICE).accelerator
+    assert accelerator is not None
+    budget = int(draw.config.device_memory or 0) + accelerator.allocated_bytes
+    config = draw.config.model_copy(update={"device_memory": budget})
+    meter, engine, refusal = PeakMeter(accelerator), None, ""
+    accelerator.reset_peak()
+    torch.manual_seed(0)
+    try:
+        engine = Engine(draw.build, config, meter=meter, page_bytes=4096)
+        for step in range(5):
+            batch = [tuple(tensor.to(DEVICE) for tensor in each) for each in draw.batches[step : step + 2]]
+            toys.train(engine, batch if "accumulation" in draw.loop else batch[:1], **draw.loop)
+            if draw.evaluates:
+                with torch.no_grad():
+                    engine(*batch[0])
+            del batch
+        meter.note()
+    except (BudgetError, torch.OutOfMemoryError) as error:
+        refusal = f"seed {seed}: {type(error).__name__}: {error}"
+    finally:
+        if engine is not None:
+            engine.close()
+    meter.note()
+    limit = accelerator.fragmentation.reserved_limit_bytes(budget)
+    # What is refused may have been in the middle of an operator.
+    assert refusal or meter.allocated <= budget, f"seed {seed}: {meter.allocated} bytes allocated of {budget}: {config}"
+    assert meter.reserved <= limit, f"seed {seed}: {meter.reserved} bytes reserved of {limit}: {config}"
+    assert strict_device.limited_bytes() == strict_device.UNLIMITED
+    return refusal
+
+
+@pytest.mark.filterwarnings("ignore:the device had no memory left")
+@pytest.mark.parametrize("first", some_are_slow(200, fast=20))
+def test_peaks_are_within_the_budget(first, tmp_path):
+    print(f"draws from {first} on")
+    refusals = list(filter(None, (run(seed, tmp_path) for seed in range(first, first + 10))))
+    assert len(refusals) < 6, "\n".join(refusals)
+
+
+def test_updates_on_the_host_find_their_workspaces():
+    """Muon multiplies matrices in the worker thread of updates, whose workspaces exist before planning."""
+    strict_device.configure(small_bytes=SMALL_BYTES, workspace_bytes=WORKSPACE_BYTES)
+    config = ps.Config(device="strict", device_memory="200KiB", host_memory="8MiB", optimizer=ps.Muon())
+    engine = Engine(partial(layers, 64, 8), config, page_bytes=4096)
+    others = []
+    for (batch,) in toys.inputs(3, 64, rows=4):
+        others.append(torch.accelerator.memory_allocated(0) - engine.inspect().device.chunk_bytes)
+        toys.train(engine, [(batch,)])
+    assert {param.optimizer_tier for param in engine.inspect().parameters} >= {"host"}
+    engine.close()
+    assert max(others) - others[0] < 4096, others
+    assert others[0] >= 3 * WORKSPACE_BYTES
+
+
+def test_the_plan_leaves_a_part_of_a_large_budget_to_fragmentation():
+    """The error names it, and the budgets that it names suffice."""
+    strict_device.configure(small_bytes=SMALL_BYTES, workspace_bytes=WORKSPACE_BYTES, capacity=16 << 20)
+    build = partial(toys.layers, 500, 2)
+    config = ps.Config(device="strict", device_memory=900_000, host_memory=4_000_000, chunk_size=250_000)
+    with pytest.raises(BudgetError, match=r"72000 bytes .* of its budget are left to fragmentation") as refused:
+        Engine(build, config)
+    (least,) = re.findall(r"device_memory=(\d+) bytes .*with this host_memory", str(refused.value))
+    with pytest.raises(BudgetError):
+        Engine(build, config.model_copy(update={"device_memory": int(least) - 2}))
+    engine = Engine(build, config.model_copy(update={"device_memory": int(least)}))
+    assert strict_device.limited_bytes() == int(least) - 18 * SMALL_BYTES
+    engine.close()
+    assert strict_device.limited_bytes() == strict_device.UNLIMITED
