@@ -19,6 +19,7 @@ from patrickstar._engine.engine import Engine
 from patrickstar._kernels.cpp_backend import CppBackend
 from patrickstar._memory.chunk import fill_poison
 from patrickstar._memory.chunk_manager import ChunkManager
+from patrickstar._memory.host_arena import HostArena
 from patrickstar._memory.transfers import ChunkTransfers
 from patrickstar._schedule.placement import Tier
 from patrickstar.errors import BudgetError
@@ -191,6 +192,9 @@ def no_order(monkeypatch):
 
 def no_wait_before_host_memory_is_freed(monkeypatch):
     """Reuse host memory while a copy may still read it."""
+    kept = []  # a copy into memory that is unmapped would end the process
+    close = HostArena.close
+    monkeypatch.setattr(HostArena, "close", lambda arena: (kept.append(arena.memory), close(arena)))
     monkeypatch.setattr("patrickstar._memory.host_tier._wait_for_transfers", lambda chunk: None)
 
 
