@@ -11,7 +11,7 @@ from toys import layers, mean_square, train
 from patrickstar import testing
 from patrickstar._engine.engine import Engine
 from patrickstar._kernels.cpp_backend import CppBackend
-from patrickstar._step.streamed_update import HostUpdates
+from patrickstar._step.host_updates import HostUpdates
 from patrickstar.errors import TrainingError
 
 from .zoo import WIDTH, Stack, linear, mlp, normal, normal_batches, small_chunks, weight

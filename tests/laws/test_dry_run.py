@@ -27,6 +27,8 @@ LAPTOP = Machine(
     host=Host(memory="64GiB", memory_bandwidth="20GB", cores=2, matmul_tflops=0.2),
     disk=DiskDrive(capacity="100GB", read="1GB", write="1GB"),
 )
+ROUNDING = 1e-9
+"""Seconds are differences of a clock, and bounds are sums."""
 PEAKS = ("device_peak_model_bytes", "host_peak_model_bytes", "host_peak_non_model_bytes", "disk_bytes", "evictions")
 """Equal in a dry run and a run. With a disk, the first one also depends on when writes complete: evicted chunks keep
 their memory until then, within the budget."""
@@ -141,7 +143,7 @@ def test_a_dry_run_allocates_no_memory_for_weights():
         LAPTOP,
     )
     assert report.stats.host_peak_model_bytes == 12 * 4 * 20_000 * 20_000, "states of the matrices"
-    assert report.seconds >= report.bound_s > 0
+    assert report.seconds >= (1 - ROUNDING) * report.bound_s > 0
 
 
 def test_the_busiest_channel_is_a_lower_bound_of_the_time():

@@ -11,8 +11,9 @@ from speculation_cases import DELAYED_EVENTS, backward, loop
 
 import patrickstar as ps
 from patrickstar._step.disk_optimizer_step import DiskOptimizerStep
+from patrickstar._step.host_updates import HostUpdates
 from patrickstar._step.lock_free_update import LockFreeUpdates
-from patrickstar._step.streamed_update import HostUpdates, StreamedUpdate
+from patrickstar._step.streamed_update import StreamedUpdate
 
 RUNS_PER_TEST = 10
 STEPS = 8

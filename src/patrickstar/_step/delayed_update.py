@@ -14,8 +14,8 @@ from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
 from patrickstar._step.disk_optimizer_step import DiskOptimizerStep
 from patrickstar._step.failed_update import give_up
+from patrickstar._step.host_updates import HostUpdates
 from patrickstar._step.running_updates import RunningUpdates
-from patrickstar._step.streamed_update import HostUpdates
 
 # [Note: delayed updates]
 # Let M(i) be the masters after the update with the gradients g(i) of step i, and R(M) the parameters: masters rounded

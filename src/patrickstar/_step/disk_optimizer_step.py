@@ -12,11 +12,11 @@ from patrickstar._memory.defer_sigint import defer_sigint
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
 from patrickstar._step.disk_update import DiskUpdate, PageBuffers, count_update_transfers, overlap
+from patrickstar._step.host_updates import HostUpdates
 from patrickstar._step.page_span import page_span
 from patrickstar._step.read_ahead import ReadAhead
 from patrickstar._step.running_updates import EndOfUpdate, RunningUpdates
 from patrickstar._step.staging_pool import PageSet, StagingPool
-from patrickstar._step.streamed_update import HostUpdates
 from patrickstar._step.update_rules import UpdateRules
 
 # [Note: deferred updates]

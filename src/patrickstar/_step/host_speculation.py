@@ -15,8 +15,8 @@ from patrickstar._memory.profiler_range import profiler_range
 from patrickstar._params.managed_param import ManagedParam, profiled_names
 from patrickstar._params.model_data import ModelData
 from patrickstar._step.failed_update import give_up
+from patrickstar._step.host_updates import HostUpdates
 from patrickstar._step.optimizer_step import OptimizerStep
-from patrickstar._step.streamed_update import HostUpdates
 
 IN_FLIGHT = 2
 """Updates that run or wait at a time, of those that no worker thread chooses between."""

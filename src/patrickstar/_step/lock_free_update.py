@@ -18,9 +18,9 @@ from patrickstar._params.model_data import ModelData
 from patrickstar._step.disk_optimizer_step import DiskOptimizerStep
 from patrickstar._step.failed_update import give_up
 from patrickstar._step.gradient_buffer import BufferedPage, GradientBuffer, by_chunk
+from patrickstar._step.host_updates import HostUpdates
 from patrickstar._step.pages_in_memory import PagesInMemory
 from patrickstar._step.running_updates import RunningUpdates
-from patrickstar._step.streamed_update import HostUpdates
 from patrickstar._step.update_log import LoggedRun, UpdateLog, UpdateRecord
 from patrickstar._step.update_rules import UpdateRules
 from patrickstar.config import LockFree

@@ -16,10 +16,11 @@ from patrickstar._step.delayed_update import DelayedUpdates
 from patrickstar._step.disk_optimizer_step import DiskOptimizerStep
 from patrickstar._step.disk_update import count_update_transfers
 from patrickstar._step.failed_update import give_up
+from patrickstar._step.host_updates import HostUpdates
 from patrickstar._step.lock_free_update import LockFreeUpdates
 from patrickstar._step.running_updates import RunningUpdates
 from patrickstar._step.staging_pool import StagingPool, StagingSize
-from patrickstar._step.streamed_update import HostUpdates, StreamedUpdates
+from patrickstar._step.streamed_update import StreamedUpdates
 from patrickstar._step.update_rules import GroupOf, UpdateRules
 from patrickstar._step.update_tiers import UpdateTiers
 from patrickstar.config import Delayed, LockFree

@@ -10,9 +10,8 @@ from functools import partial
 import torch
 
 from patrickstar._kernels.dispatch import Kernels
-from patrickstar._kernels.update_rule import Running, Span
+from patrickstar._kernels.update_rule import Span
 from patrickstar._memory.accelerator import Accelerator
-from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.host_tier import HostTier
 from patrickstar._memory.job_queue import WorkerTransfer
 from patrickstar._memory.transfer import Transfer
@@ -66,11 +65,6 @@ def buffer_bytes(numel: int, itemsize: int, by_pages: bool) -> int:
     """
     count = buffer_count(by_pages)
     return count * itemsize * (min(PIECE_NUMEL, -(-WHOLE_BUFFERS * numel // count)) if by_pages else numel)
-
-
-def copies_of(chunks: Sequence[Chunk]) -> list[Transfer]:
-    """Return the copies that may still read or write the host copies of chunks."""
-    return [copy for chunk in chunks for copy in (chunk.h2d_transfer, chunk.d2h_transfer) if copy is not None]
 
 
 @dataclass(eq=False)
@@ -359,44 +353,3 @@ def _cut(spans: Sequence[Span], length: Callable[[Span], int]) -> Iterator[Span]
         step = max(1, length(span))
         for first in range(0, span.numel, step):
             yield span.page(slice(first, first + step))
-
-
-class HostUpdates:
-    """Starts updates on the host beside operators of the device.
-
-    Args:
-        streamed: Worker thread and buffers; None if the kernels themselves run beside operators (simulated devices).
-    """
-
-    def __init__(self, kernels: Kernels, streamed: StreamedUpdates | None) -> None:
-        self.streamed = streamed
-        self._kernels = kernels
-
-    @property
-    def waits_for_copies(self) -> bool:
-        """True if an update waits for the copies of its chunks itself."""
-        return self.streamed is not None
-
-    def start(
-        self, spans: Sequence[Span], scales: Sequence[float], used: Sequence[Chunk], urgent: bool = False
-    ) -> Running:
-        """Start an update that uses these chunks; `urgent`: see `StreamedUpdates.submit`."""
-        if self.streamed is not None:
-            return self.streamed.submit(spans, scales, copies_of(used), urgent)
-        running = UpdateGroup(self._kernels.start_after(copies_of(used), spans, scales))
-        if urgent:
-            running.prioritize()
-        return running
-
-    def start_when_ready(
-        self, bind: Callable[[], Sequence[Span] | None], scales: Sequence[float], used: Sequence[Chunk]
-    ) -> Running:
-        """Start an update after all others, once its gradients are complete on the device; see `StreamedUpdates`."""
-        if self.streamed is not None:
-            return self.streamed.submit((), scales, copies_of(used), bind=bind)
-        return UpdateGroup(self._kernels.start(bind() or (), scales))
-
-    def close(self) -> None:
-        """Finish all updates and end the thread."""
-        if self.streamed is not None:
-            self.streamed.close()
