@@ -14,7 +14,8 @@ from toys import inputs, mean_square
 import patrickstar as ps
 from patrickstar import testing
 from patrickstar._engine.engine import Engine
-from patrickstar._step.streamed_update import buffer_bytes
+from patrickstar._memory.host_arena import ALIGN_BYTES
+from patrickstar._step.streamed_update import BUFFERS, buffer_bytes
 
 RAM_BYTES = 1 << 33
 OPTIMIZERS = ps.AdamW(lr=1e-2), ps.EMA(ps.AdamW(lr=1e-2), decay=0.9), ps.SGD(lr=1e-2), ps.Lion(lr=1e-3)
@@ -63,7 +64,7 @@ def test_page_locked_bytes_are_those_of_the_model_and_of_speculation(seed, locke
     build = lambda: nn.Sequential(*(nn.Linear(width, width) for _ in range(count)))  # noqa: E731
     with Engine(build, config, meter=testing.NoMeter(), poison=True) as engine:
         assert engine.host_budget_bytes == RAM_BYTES - RAM_BYTES // 10
-        buffers = buffer_bytes(width * width, 4, by_pages=True) + 3 * 128
+        buffers = buffer_bytes(width * width, 4, by_pages=True) + BUFFERS * ALIGN_BYTES
         (at_start,) = locked
         assert at_start <= engine.layout.model_data_bytes + buffers
         use_bytes = [speculation_bytes(engine)]

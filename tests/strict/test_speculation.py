@@ -35,6 +35,7 @@ from patrickstar import testing
 from patrickstar._engine.engine import Engine
 from patrickstar._step.disk_optimizer_step import DiskOptimizerStep
 from patrickstar._step.host_speculation import HostSpeculation
+from patrickstar._step.streamed_update import THREADS
 
 RUNS_PER_TEST = 10
 
@@ -116,12 +117,12 @@ def test_no_order_of_events_changes_a_bit(first):
 
 @contextmanager
 def no_update_begins(engine: Engine) -> Iterator[None]:
-    """Keep the worker thread of updates on the host busy until the step has decided which of them count."""
+    """Keep the worker threads of updates on the host busy until the step has decided which of them count."""
     updates = optimizer_step_of(engine).host_updates
     assert updates is not None and updates.streamed is not None
     complete_updates(engine)  # those of the last step, which would wait behind the job
     decided = threading.Event()
-    updates.streamed._pool.submit([lambda stage: decided.wait()], "a job before all updates", urgent=True)
+    updates.streamed._pool.submit([lambda stage: decided.wait()] * THREADS, "jobs before all updates", urgent=True)
     end_step = HostSpeculation.end_step
 
     def end(speculation: HostSpeculation) -> int:

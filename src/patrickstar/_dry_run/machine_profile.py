@@ -19,9 +19,10 @@ from patrickstar._memory.device_tier import DeviceTier
 from patrickstar._memory.direct_io import PAGE_BYTES
 from patrickstar._memory.disk_tier import DiskTier
 from patrickstar._memory.hardware import Hardware
+from patrickstar._memory.host_arena import ALIGN_BYTES
 from patrickstar._memory.host_tier import HostTier
 from patrickstar._memory.swap_file import SwapFile
-from patrickstar._memory.vm_pool import PagePool, can_move_pages
+from patrickstar._memory.vm_pool import PagePool, can_move_pages, round_up
 from patrickstar._perf_model.machine_spec import DiskDrive, Gpu, Host, Links, Machine
 from patrickstar._perf_model.workload import UPDATE_BYTES
 from patrickstar._step.streamed_update import StreamedUpdates, buffer_bytes
@@ -160,7 +161,7 @@ def _update_rate(hardware: Hardware, numel: int = UPDATED_NUMEL) -> float:
         span = benchmark_span(numel)
         return UPDATE_BYTES * numel / _median_s(lambda: kernels.update([span], ()), hardware)
     span = benchmark_span(numel, hardware.device)
-    nbytes = buffer_bytes(numel, span.param.itemsize, by_pages=True)
+    nbytes = round_up(buffer_bytes(numel, span.param.itemsize, by_pages=True), ALIGN_BYTES)
     host = HostTier(nbytes, nbytes, hardware.host_arena, poison=False)
     updates = StreamedUpdates(kernels, hardware.accelerator, host, nbytes)
     try:

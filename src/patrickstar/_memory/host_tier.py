@@ -317,6 +317,8 @@ class HostTier:
         if block is None and self._released:
             self._free_released(wait=True)
             block = self._first_fit(nbytes)
+        if block is None and self.spare_bytes and self._grow_for_spare(nbytes):  # they are where this would have been
+            block = self._first_fit(nbytes)
         if block is None:
             self._close_gaps()
             block = self._first_fit(nbytes)
