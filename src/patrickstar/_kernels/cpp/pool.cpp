@@ -87,14 +87,15 @@ class Job {
     }
 
   private:
-    // Takes the next pieces, in `first` and behind it, and returns their number: half of an equal share of what is
-    // left, so that a thread runs neighbours, which it prefetches, and all threads end at the same time.
+    // Takes the next pieces, in `first` and behind it, and returns their number: three quarters of an equal share of
+    // what is left. A thread runs neighbours, which it prefetches, and begins anew few times; the rest lets threads that
+    // begin late end at the same time as the others.
     int64_t take(int64_t& first) {
         first = next_.load(std::memory_order_relaxed);
         int64_t length;
         do {
             if (first >= pieces) return 0;
-            length = std::max<int64_t>(1, (pieces - first) / (2 * threads));
+            length = std::max<int64_t>(1, (pieces - first) * 3 / (4 * threads));
         } while (!next_.compare_exchange_weak(first, first + length, std::memory_order_relaxed));
         return length;
     }
