@@ -87,7 +87,8 @@ def test_memory_for_spare_blocks_grows_with_what_is_asked_for_up_to_its_use():
     host.close()
 
 
-def test_memory_for_spare_blocks_that_was_closed_can_be_added_again():
+def test_memory_for_spare_blocks_is_kept_until_other_data_needs_it():
+    """It is page-locked, and would be locked anew."""
     host = HostTier(100 * ALIGN_BYTES, 4 * ALIGN_BYTES, HostArena, poison=True)
     first = new_chunk(3)
     host.allocate(first)
@@ -96,8 +97,12 @@ def test_memory_for_spare_blocks_that_was_closed_can_be_added_again():
     host.release_spare(block)
     host.allocate(new_chunk(2, index=1))
     host.free(first)
-    host.allocate(new_chunk(5, index=2))  # no gap is large enough, until the other chunk has moved to the first arena
-    assert [arena.nbytes // ALIGN_BYTES for arena in host.arenas] == [4, 5]
+    second = new_chunk(5, index=2)
+    host.allocate(second)  # no gap is large enough, until the other chunk has moved to the first arena
+    assert [arena.nbytes // ALIGN_BYTES for arena in host.arenas] == [4, 6]
+    host.free(second)
+    host.allocate(new_chunk(7, index=3))
+    assert [arena.nbytes // ALIGN_BYTES for arena in host.arenas] == [4, 7]
     assert host.allocate_spare([6 * ALIGN_BYTES]) is not None
-    assert [arena.nbytes // ALIGN_BYTES for arena in host.arenas] == [4, 5, 6]
+    assert [arena.nbytes // ALIGN_BYTES for arena in host.arenas] == [4, 7, 6]
     host.close()

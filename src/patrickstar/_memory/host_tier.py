@@ -322,6 +322,8 @@ class HostTier:
         if block is None:
             self._close_gaps()
             block = self._first_fit(nbytes)
+        if block is None:
+            self._close_spare_arenas()
         if block is None and nbytes <= self.budget_bytes - self.arena_bytes:
             self.arenas.append(self.new_arena(nbytes))
             block = self._first_fit(nbytes)
@@ -353,13 +355,19 @@ class HostTier:
         for number, arena in reversed(list(enumerate(self.arenas))):
             for block in arena.blocks:
                 any(earlier.take_over(block) for earlier in self.arenas[:number])
-            if number and not arena.blocks:
+            if number and not arena.blocks and arena not in self._spare_arenas:  # these would be locked anew
                 self.arenas.remove(arena)
-                self._spare_arenas = [each for each in self._spare_arenas if each is not arena]
                 arena.close()
         for block, chunk in self._owners.items():
             chunk.host = self.view(block, chunk.dtype)
             self.moved.add(chunk)
+
+    def _close_spare_arenas(self) -> None:
+        """Close arenas of spare blocks that are empty: other data needs memory."""
+        for arena in [each for each in self._spare_arenas if not each.blocks]:
+            self._spare_arenas.remove(arena)
+            self.arenas.remove(arena)
+            arena.close()
 
     def reset_peaks(self) -> None:
         self._last_needed_peak, self._needed_peak = self._needed_peak, self.used + self.other_bytes
