@@ -143,10 +143,19 @@ def join_to_the_end(thread: threading.Thread) -> None:
 def _retained_bytes(
     accelerator: Accelerator, run: Callable[[Callable[[], object]], None], operation: Callable[[], object]
 ) -> int:
-    """Return the bytes that stay allocated after an operation whose results are dropped."""
-    before = accelerator.allocated_bytes
-    run(operation)
-    return max(0, accelerator.allocated_bytes - before)
+    """Return the bytes that stay allocated after an operation whose results are dropped.
+
+    They are read in the operation's own thread: what `run` needs around it may be freed later, by another thread.
+    """
+    retained: list[int] = []
+
+    def measured() -> None:
+        before = accelerator.allocated_bytes
+        operation()
+        retained.append(max(0, accelerator.allocated_bytes - before))
+
+    run(measured)
+    return retained[0]
 
 
 def workspace_bytes(major: int) -> int:
