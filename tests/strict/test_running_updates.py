@@ -1,6 +1,7 @@
 """Law: a step returns while its updates run, and whoever looks at a parameter waits for its own update alone."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -21,19 +22,27 @@ FIRST, LAST = "0.0.weight", f"{LAYERS - 1}.0.weight"
 
 
 class Gate:
-    """Lets the updates of an engine begin one by one."""
+    """Lets the updates of an engine begin one by one, of those that threads have taken the first submitted one."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._permits = threading.Semaphore(0)
         self._closed = False
+        self._taken: list = []
         streamed = optimizer_step_of(engine).host_updates.streamed
         self._run, streamed._run = streamed._run, self._wait_and_run
 
     def _wait_and_run(self, update) -> None:
-        while self._closed and not self._permits.acquire(timeout=0.01):
-            pass
+        while update.job is None:
+            time.sleep(0.001)
+        self._taken.append(update)
+        while self._closed and not (self._is_first(update) and self._permits.acquire(timeout=0.01)):
+            time.sleep(0.001)
+        self._taken.remove(update)
         self._run(update)
+
+    def _is_first(self, update) -> bool:
+        return update is min(list(self._taken), key=lambda taken: taken.job._number)
 
     @property
     def updating(self) -> list[str]:
