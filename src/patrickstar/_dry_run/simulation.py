@@ -300,8 +300,10 @@ def simulate(
                 ChannelUse(channel.name, channel.busy_s - busy_s, channel.nbytes - nbytes)
                 for channel, (busy_s, nbytes) in zip(hardware.channels, before, strict=True)
             )
+            # The difference of two times is rounded, hence possibly smaller than the sum of what lies between them.
+            seconds = max(hardware.clock.now - start_s, hardware.computed_s, hardware.launched_s)
             return DryRunReport(
-                hardware.clock.now - start_s,
+                seconds,
                 hardware.computed_s,
                 channels,
                 engine.stats.last,
