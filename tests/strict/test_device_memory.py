@@ -158,6 +158,16 @@ def test_updates_on_the_host_find_their_workspaces():
     assert others[0] >= 3 * WORKSPACE_BYTES
 
 
+def test_muon_evicts_no_sums_of_gradients_that_it_updates_with():
+    """With a full host nothing else can make room for its products, which is said: the sums were moved before."""
+    strict_device.configure(small_bytes=SMALL_BYTES, workspace_bytes=WORKSPACE_BYTES)
+    config = ps.Config(device="strict", device_memory=714_681, host_memory=393_120, optimizer=ps.Muon())
+    engine = Engine(partial(layers, 96, 5), config, page_bytes=4096)
+    with pytest.raises(BudgetError, match="more bytes of chunks at once"):
+        toys.train(engine, toys.inputs(2, 96, rows=2), accumulation=2)
+    engine.close()
+
+
 def test_the_plan_leaves_a_part_of_a_large_budget_to_fragmentation():
     """The error names it, and the budgets that it names suffice."""
     strict_device.configure(small_bytes=SMALL_BYTES, workspace_bytes=WORKSPACE_BYTES, capacity=16 << 20)

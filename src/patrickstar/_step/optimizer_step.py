@@ -236,7 +236,7 @@ class OptimizerStep:
             assert self.disk_step is not None, "without a disk all chunks are in memory"
             self.disk_step.submit(index, rules, scales)
             return
-        used = [managed_params[0].shard_chunk, *chunks]
+        used = [managed_params[0].shard_chunk, *chunks, *self.data.gradient_sums(index)]
         self.rules.make_room(self.data, rules, used, on_device=chunks[0].device_valid)
         try:
             with profiler_range("update", profiled_names(rules)):
