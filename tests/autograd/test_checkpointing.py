@@ -1,9 +1,12 @@
 """Activation checkpointing with each of PyTorch's methods."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -13,7 +16,9 @@ from torch.utils.checkpoint import (
 )
 from toys import mean_square
 
+import patrickstar as ps
 from patrickstar import testing
+from patrickstar._engine.engine import Engine
 
 from .zoo import WIDTH, Stack, assert_blocks_exact, call_block, linear, normal_batches, update, weight
 
@@ -190,3 +195,43 @@ def test_checkpointing_switched_between_steps(config):
         return losses
 
     testing.compare(lambda: Stack([WithDropout(), WithDropout()]), config, script)
+
+
+class OutOfMemoryAt(TorchDispatchMode):
+    """Lets one matrix product run out of memory, after autograd has saved its inputs."""
+
+    def __init__(self, product):
+        self.left = product
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.addmm.default:
+            self.left -= 1
+            if self.left == 0:
+                raise torch.OutOfMemoryError("out of memory, says a test")
+        return func(*args, **(kwargs or {}))
+
+
+def alike():
+    """Return layers whose saved tensors are all alike, for inputs of as many rows."""
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+
+
+@pytest.mark.parametrize("product", [1, 3, 4, 5, 6, 7], ids="product-{}".format)
+@pytest.mark.parametrize("early_stop", [True, False], ids=["stopped-early", "whole"])
+def test_an_operator_tried_again_is_saved_once(product, early_stop):
+    """In the forward, or in the recomputation from the fifth product on: tensors would be taken for those before."""
+    config = ps.Config(device="cpu", precision="fp32", device_memory="1MiB")
+    batches = [torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(step)) for step in range(2)]
+
+    def script(trainer, optimizer):
+        for batch in batches:
+            fails = OutOfMemoryAt(product) if isinstance(trainer, Engine) else nullcontext()
+            with set_checkpoint_early_stop(early_stop), fails:
+                loss = mean_square(trainer(batch))
+                trainer.backward(loss)
+            assert isinstance(fails, nullcontext) or fails.left <= 0
+            yield loss
+            optimizer.step()
+            optimizer.zero_grad()
+
+    testing.compare(lambda: Stack([alike()], "non-reentrant"), config, lambda *args: list(script(*args)))

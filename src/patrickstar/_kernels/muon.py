@@ -53,8 +53,9 @@ class MuonRule(Rule):
         matrix = update.as_strided(self.shape, self.strides)
         # A copy also where the update is in bf16 on the device already: it is scaled in place.
         matrix = matrix.to(torch.bfloat16, copy=True).to(self.device or master.device)
+        matrix = orthogonalize(matrix, self.coefficients, self.steps, self.eps)
         direction = torch.empty_strided(self.shape, self.strides, dtype=master.dtype, device=master.device)
-        direction.copy_(orthogonalize(matrix, self.coefficients, self.steps, self.eps))
+        direction.copy_(matrix)
         dtype = master.dtype
         master.mul_(rounded(1 - self.lr * self.weight_decay, dtype))
         flat = direction.as_strided((master.numel(),), (1,))

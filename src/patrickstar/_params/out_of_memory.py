@@ -1,5 +1,6 @@
 """Out-of-memory errors raised although the budgets were kept: another user of the device, or a growing operator."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -39,6 +40,46 @@ def explain(operation: str, data: ModelData, error: BaseException) -> BudgetErro
     )
 
 
+class SavedByCheckpoint:
+    """Tensors that a block under `torch.utils.checkpoint` has saved so far.
+
+    A checkpoint knows saved tensors by their number in the block, in its forward and in its recomputation. An operator
+    that runs out of memory may have saved some, and saves them again when it is tried again: from there on each tensor
+    of the recomputation would be taken for one before it, without an error where shapes are alike. Hence what a failed
+    operator has saved is taken back. PyTorch has no interface for it: the lists are those of its hooks.
+    """
+
+    def __init__(self, pack_hook: Callable[..., Any]) -> None:
+        hook: Any = inspect.unwrap(pack_hook)
+        variables = dict(zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True))
+        self._recomputation = variables["gid"].cell_contents if "gid" in variables else None
+        block = variables["frame" if self._recomputation is None else "target_frame_ref"].cell_contents
+        self._block = block if self._recomputation is None else block()
+        self._count = self._saved_count()
+
+    @classmethod
+    def of_running_block(cls) -> "SavedByCheckpoint | None":
+        """Return what the running block has saved; None if what is saved now belongs to no checkpoint."""
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        return cls(hooks[0]) if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint" else None
+
+    def _saved_count(self) -> int:
+        of_forward = self._recomputation is None
+        return len(self._block.weak_holders) if of_forward else self._block.recomp_counter[self._recomputation]
+
+    def take_back(self) -> None:
+        """Forget what has been saved since."""
+        block, count = self._block, self._count
+        if self._recomputation is None:
+            del block.weak_holders[count:], block.x_metadatas[count:]
+            return
+        for number in range(count, self._saved_count()):
+            holder = block.weak_holders[number]()
+            if holder is not None:
+                del block.recomputed[self._recomputation][holder.handles.pop(self._recomputation)]
+        block.recomp_counter[self._recomputation] = count
+
+
 def run_with_retry(
     func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], managed: ManagedParam, data: ModelData
 ) -> Any:
@@ -47,6 +88,7 @@ def run_with_retry(
     Linked processes evict alike, so that one of them can't do it alone.
     """
     name = getattr(func, "__name__", func)
+    saved = SavedByCheckpoint.of_running_block()
     try:
         return func(*args, **kwargs)
     except RuntimeError as error:
@@ -54,6 +96,8 @@ def run_with_retry(
             raise
         if data.tracer.linked is not None:
             raise explain(f"{name} on parameter {managed.name!r}", data, error) from None
+        if saved is not None:
+            saved.take_back()
     with managing():
         data.manager.free_memory()
         data.update_param_views()
