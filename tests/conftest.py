@@ -7,6 +7,7 @@ import signal
 import pytest
 import rates
 import sampling
+import times
 import torch
 from late_copies import LateHardware
 
@@ -30,6 +31,11 @@ def pytest_addoption(parser):
         action="store_true",
         help="compare training with plain PyTorch in resident iterations: everything fits, three times the batches",
     )
+    parser.addoption("--times", metavar="FILE", help="write the processor time of every file and test to a file")
+
+
+def pytest_configure(config):
+    config.pluginmanager.register(times.Times(config.getoption("--times")))
 
 
 LONGEST = (
