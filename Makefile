@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 # Made last by the set-up: while it is newer than what it depends on, nothing is installed again.
 INSTALLED := $(VENV)/installed
 
-.PHONY: train test nightly nightly-all nightly-late nightly-resident nightly-strict chromium mutations bench bench-disk gpu wheels check docs format clean
+.PHONY: train test parts test-all test-late test-strict nightly nightly-all nightly-late nightly-resident nightly-strict chromium mutations bench bench-disk gpu wheels check docs format clean
 
 # 89 million parameters: 1.3 GB of model data or more, five times the device budget. The precision is what the machine is
 # fast in. Where 120 steps take longer than four minutes it does fewer of them.
@@ -21,10 +21,20 @@ train: $(INSTALLED)
 JOBS ?= 2
 PYTEST := $(BIN)/pytest -n $(JOBS) --dist worksteal
 
-test: check docs
-	$(PYTEST) -m "not slow"
-	$(PYTEST) -m "not slow" --late-copies 1 $(LATE)
-	$(STRICT) $(PYTEST) -m "not slow" tests/strict tests/cuda
+PARTS := $(INSTALLED) check docs test-all test-late test-strict
+test: $(PARTS)
+# Names of the parts, for the script that says how long each takes.
+parts:
+	@echo $(PARTS)
+
+FAST := $(PYTEST) -m "not slow"
+
+test-all: $(INSTALLED)
+	$(FAST)
+test-late: $(INSTALLED)
+	$(FAST) --late-copies 1 $(LATE)
+test-strict: $(INSTALLED)
+	$(STRICT) $(FAST) tests/strict tests/cuda
 
 # Four runs; `make --keep-going nightly` runs those that follow a failed one.
 nightly: nightly-all nightly-late nightly-resident nightly-strict

@@ -52,7 +52,7 @@ LONGEST = (
 
 def pytest_collection_modifyitems(config, items):
     if not sampling.nightly():
-        kept = sampling.one_value_each(items)
+        kept = sampling.fast(items)
         dropped = set(items).difference(kept)
         config.hook.pytest_deselected(items=[item for item in items if item in dropped])
         items[:] = kept

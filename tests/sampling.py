@@ -1,7 +1,10 @@
 """Sizes of tests: `make test` runs a quarter of the random draws and one precision and budget per case.
 
+Of the combinations of a test marked `pairwise` it runs some in which every two values of parameters meet.
 `make nightly` runs all.
 """
+
+from itertools import combinations
 
 import pytest
 from hypothesis import settings
@@ -28,6 +31,36 @@ def draws(count: int) -> int:
     return count if nightly() else -(-count // FAST_SHARE)
 
 
+def fast(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return the items that `make test` runs, in their order."""
+    pairwise: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("pairwise") is not None:
+            pairwise.setdefault(item.nodeid.split("[")[0], []).append(item)
+    in_pairs = {item for group in pairwise.values() for item in group}
+    kept = set(one_value_each([item for item in items if item not in in_pairs]))
+    for group in pairwise.values():
+        kept.update(every_pair(group))
+    return [item for item in items if item in kept]
+
+
+def every_pair(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return items of one test in which all pairs of its parameters' values occur that occur in any item."""
+    pairs = {item: set(combinations(sorted(_values(item).items()), 2)) for item in items}
+    kept, missing = [], set().union(*pairs.values())
+    while missing:
+        best = max(items, key=lambda item: len(pairs[item] & missing))
+        kept.append(best)
+        missing -= pairs[best]
+    return kept or items
+
+
+def _values(item: pytest.Item) -> dict[str, str]:
+    """Return the values of an item's parameters, as text."""
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    return {name: str(value) for name, value in params.items()}
+
+
 def one_value_each(items: list[pytest.Item]) -> list[pytest.Item]:
     """Return the items with one value of the thinned parameters for each case, by turns, so that all values remain.
 
@@ -35,7 +68,6 @@ def one_value_each(items: list[pytest.Item]) -> list[pytest.Item]:
     """
     cases: dict[object, list[pytest.Item]] = {}
     for item in items:
-        params = item.callspec.params if hasattr(item, "callspec") else {}
-        others = tuple(sorted((name, str(value)) for name, value in params.items() if name not in THINNED))
+        others = tuple(sorted((name, value) for name, value in _values(item).items() if name not in THINNED))
         cases.setdefault((item.nodeid.split("[")[0], others), []).append(item)
     return [case[number % len(case)] for number, case in enumerate(cases.values())]
