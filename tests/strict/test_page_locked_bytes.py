@@ -15,7 +15,7 @@ import patrickstar as ps
 from patrickstar import testing
 from patrickstar._engine.engine import Engine
 from patrickstar._memory.host_arena import ALIGN_BYTES
-from patrickstar._step.streamed_update import BUFFERS, buffer_bytes
+from patrickstar._step.streamed_update import BUFFERS, PIECE_NUMEL, WHOLE_BUFFERS, buffer_bytes
 
 RAM_BYTES = 1 << 33
 OPTIMIZERS = ps.AdamW(lr=1e-2), ps.EMA(ps.AdamW(lr=1e-2), decay=0.9), ps.SGD(lr=1e-2), ps.Lion(lr=1e-3)
@@ -80,3 +80,13 @@ def test_page_locked_bytes_are_those_of_the_model_and_of_speculation(seed, locke
         assert all(before <= 2 * asked_bytes for before in list(accumulate(pieces))[:-1]), f"seed {seed}"
         if asked_bytes:
             assert engine.stats.total.speculation_hits > 0, f"seed {seed}"
+
+
+def test_buffers_hold_no_embedding_of_which_updates_are_cut(locked):
+    """Muon updates whole matrices, of which the buffers hold three; AdamW updates the embedding by pieces."""
+    config = ps.Config(device="strict", precision="bf16", device_memory="8MiB", optimizer=ps.Muon())
+    build = lambda: nn.Sequential(nn.Embedding(40_000, 64), nn.Linear(64, 64), nn.Linear(64, 64))  # noqa: E731
+    with Engine(build, config, meter=testing.NoMeter(), poison=True) as engine:
+        assert locked[0] - engine.layout.model_data_bytes <= WHOLE_BUFFERS * (2 * PIECE_NUMEL + ALIGN_BYTES)
+        engine.backward(mean_square(engine(torch.arange(10))))
+        engine.optimizer.step()

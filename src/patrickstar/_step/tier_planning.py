@@ -17,7 +17,7 @@ from patrickstar._schedule.feasibility import check_budgets, working_set_bytes
 from patrickstar._schedule.fragmentation import NO_FRAGMENTATION, Fragmentation
 from patrickstar._schedule.placement import Budgets, ChunkTiers, disk_bytes, initial_placement
 from patrickstar._step.staging_pool import StagingSize
-from patrickstar._step.streamed_update import buffer_bytes, buffer_count
+from patrickstar._step.streamed_update import PIECE_NUMEL, buffer_bytes, buffer_count
 from patrickstar.config import Config, Delayed
 from patrickstar.errors import BudgetError
 
@@ -120,7 +120,7 @@ def plan_tiers(
     """
     rules = config.optimizer.default_rules()
     by_pages = all(rule.by_pages for rule in rules)
-    buffers = _update_buffer_bytes(layout, by_pages) if hardware.has_gpu else 0
+    buffers = _update_buffer_bytes(layout, rules) if hardware.has_gpu else 0
     libraries = library_bytes - fragmentation.unplanned_bytes(memory[0])
     check = partial(check_budgets, layout, together, device_memory=memory[0], fragmentation=fragmentation)
     device, host = memory[0] - library_bytes, memory[1] - buffers - layout.buffer_bytes
@@ -175,12 +175,23 @@ def _update_bytes(layout: Layout, rules: Sequence[Rule]) -> int:
     )
 
 
-def _update_buffer_bytes(layout: Layout, by_pages: bool) -> int:
-    """Return the bytes of the buffers for updates of parameters on the device whose masters are on the host."""
-    trained = [name for chunk in layout.chunks if chunk.schema.trained for name in chunk.params]
-    numel = max((layout.locations[name].numel for name in trained), default=0)
+def _update_buffer_bytes(layout: Layout, rules: Sequence[Rule]) -> int:
+    """Return the bytes of the buffers for updates of parameters on the device whose masters are on the host.
+
+    They hold the largest parameter whose update can't be cut, if there is one, and pieces of others.
+    """
+    numels: dict[bool, int] = {False: 0, True: 0}
+    uncut = {rule.kinds for rule in rules if not rule.by_pages}
+    for chunk in layout.chunks:
+        if chunk.schema.trained:
+            numel = max((layout.locations[name].numel for name in chunk.params), default=0)
+            cut = chunk.schema.state_kinds not in uncut
+            numels[cut] = max(numels[cut], numel)
     itemsize = max((chunk.schema.lists[0].itemsize for chunk in layout.chunks), default=0)
-    return round_up(buffer_bytes(numel, itemsize, by_pages), buffer_count(by_pages) * ALIGN_BYTES)
+    if not uncut:
+        return round_up(buffer_bytes(numels[True], itemsize, by_pages=True), buffer_count(True) * ALIGN_BYTES)
+    numel = max(numels[False], min(PIECE_NUMEL, numels[True]))
+    return round_up(buffer_bytes(numel, itemsize, by_pages=False), buffer_count(False) * ALIGN_BYTES)
 
 
 def optimizer_room_bytes(layout: Layout, host_bytes: int, device_param_bytes: int, on_host: Collection[int]) -> int:
