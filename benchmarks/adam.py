@@ -1,27 +1,32 @@
 """Compare the mixed-precision AdamW update and the gradient statistics with memory bandwidth and other implementations.
 
 python benchmarks/adam.py [--numel 10000000 100000000 200000000] [--threads 1 2] [--rounds 7] [--slow-rounds 1]
+    [--average 64000000]
 
 All implementations alternate in one process on the same tensors: bf16 parameters and gradients, fp32 masters and
 moments. Each ratio is the median over rounds of two adjacent times. DeepSpeed's CPU Adam is included if installed.
+`--average` measures an update of so many elements with and without a moving average of the parameters instead.
 """
 
 import argparse
 import ctypes
-import threading
-import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 
 import torch
-from report import publish
+from report import options, publish
+from steps import alternating, in_threads, ratio_of, seconds_of
 
 from patrickstar._kernels.adam import AdamRule
+from patrickstar._kernels.averaged import AveragedRule
 from patrickstar._kernels.cpp_backend import CppBackend
+from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.update_rule import Gradient, Span
 from patrickstar._memory.memory_meter import ResidentMeter
 
-BYTES_PER_PARAM = 28
+BYTES_PER_PARAM, AVERAGE_BYTES = 28, 8
+"""Bytes per parameter that an AdamW update moves, and that a moving average adds."""
 LR, BETAS, EPS, DECAY = 1e-3, (0.9, 0.999), 1e-8, 0.01
 MEMMOVE = ctypes.CDLL(None).memmove
 MEMMOVE.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
@@ -81,16 +86,10 @@ class Work:
     def memmove(self) -> None:
         """Copy with the C library, whose large copies bypass the caches, in the same number of threads."""
         share = self.numel * 4 // self.threads
-        parts = [
-            threading.Thread(
-                target=MEMMOVE, args=(self.grad.data_ptr() + n * share, self.moments[0].data_ptr() + n * share, share)
-            )
-            for n in range(self.threads)
+        starts = [
+            (self.grad.data_ptr() + n * share, self.moments[0].data_ptr() + n * share) for n in range(self.threads)
         ]
-        for part in parts:
-            part.start()
-        for part in parts:
-            part.join()
+        in_threads(partial(MEMMOVE, *start, share) for start in starts)
 
     def read(self) -> None:
         self.kernel.read(self.moments[0][: self.numel // 2 * 2].view(torch.int64))
@@ -108,12 +107,6 @@ def deepspeed_adam(master: torch.nn.Parameter) -> torch.optim.Optimizer | None:
     return DeepSpeedCPUAdam([master], LR, betas=BETAS, eps=EPS, weight_decay=DECAY, adamw_mode=True)
 
 
-def timed(action: Callable[[], None]) -> float:
-    start = time.perf_counter()
-    action()
-    return time.perf_counter() - start
-
-
 def added_bytes(action: Callable[[], None]) -> int:
     """Return the peak rise of resident memory during an action."""
     meter = ResidentMeter()
@@ -124,65 +117,83 @@ def added_bytes(action: Callable[[], None]) -> int:
     return max(0, meter.peak(0))
 
 
-def measure(numel: int, threads: int, options: argparse.Namespace) -> tuple[list[str], list[str]]:
+def measure(numel: int, threads: int, given: argparse.Namespace) -> tuple[dict[str, str], dict[str, str]]:
+    """Return a row of the table of updates, and one of the table of gradient statistics."""
     torch.set_num_threads(threads)
     work = Work(numel, threads)
-    sides = {
-        "ours": work.ours,
-        "out_of_place": work.out_of_place,
-        "copy": work.copy,
-        "memmove": work.memmove,
-        "read": work.read,
-        "grad_stats": work.grad_stats,
-    }
-    sides["fused"] = work.cast(work.fused)
+    names = ("ours", "out_of_place", "copy", "memmove", "read", "grad_stats")
+    sides = {name: getattr(work, name) for name in names} | {"fused": work.cast(work.fused)}
     if work.deepspeed is not None:
         sides["deepspeed"] = work.cast(work.deepspeed)
     plain = work.cast(work.plain)
     for action in (*sides.values(), work.ours):
         action()
     added = added_bytes(work.ours)
-    times: dict[str, list[float]] = {name: [] for name in sides}
-    for _ in range(options.rounds):
-        for name, action in sides.items():
-            times[name].append(timed(action))
-    slow = [timed(plain) / timed(work.ours) for _ in range(options.slow_rounds)]
+    times = alternating(sides, given.rounds, warm_up=0)
+    slow = [seconds_of(plain) / seconds_of(work.ours) for _ in range(given.slow_rounds)]
 
-    def speed(name: str, nbytes: float) -> float:
-        return median(nbytes * numel / seconds / 1e9 for seconds in times[name])
+    def speed(name: str, nbytes: float) -> str:
+        return f"{median(nbytes * numel / seconds / 1e9 for seconds in times[name]):.1f}"
 
-    def ratio(name: str, other: str) -> float:
-        return median(a / b for a, b in zip(times[name], times[other], strict=True))
+    def ratio(name: str, other: str = "ours") -> str:
+        return f"{ratio_of(times[name], times[other]):.2f}"
 
     copies = [min(pair) for pair in zip(times["copy"], times["memmove"], strict=True)]
     share = median(BYTES_PER_PARAM / ours / (8 / copy) for ours, copy in zip(times["ours"], copies, strict=True))
-    update = [
-        f"{numel / 1e6:.0f}M",
-        str(threads),
-        f"{speed('ours', BYTES_PER_PARAM):.1f}",
-        f"{speed('out_of_place', BYTES_PER_PARAM):.1f}",
-        f"{ratio('out_of_place', 'ours'):.2f}",
-        f"{speed('copy', 8):.1f}",
-        f"{speed('memmove', 8):.1f}",
-        f"{share:.2f}",
-        f"{ratio('fused', 'ours'):.2f}",
-        f"{median(slow):.1f}",
-        f"{ratio('deepspeed', 'ours'):.2f}" if "deepspeed" in times else "not installed",
-        f"{added / 2**20:.1f} MiB",
-    ]
-    read_share = median(2 / stats / (4 / read) for stats, read in zip(times["grad_stats"], times["read"], strict=True))
-    grad_stats = [update[0], update[1], f"{speed('grad_stats', 2):.1f}", f"{speed('read', 4):.1f}", f"{read_share:.2f}"]
-    return update, grad_stats
+    case = {"parameters": f"{numel / 1e6:.0f}M", "threads": str(threads)}
+    update = case | {
+        "update GB/s": speed("ours", BYTES_PER_PARAM),
+        "out of place GB/s": speed("out_of_place", BYTES_PER_PARAM),
+        "out of place / ours": ratio("out_of_place"),
+        "copy_ GB/s": speed("copy", 8),
+        "memmove GB/s": speed("memmove", 8),
+        "share": f"{share:.2f}",
+        "torch fused / ours": ratio("fused"),
+        "torch plain / ours": f"{median(slow):.1f}",
+        "DeepSpeed / ours": ratio("deepspeed") if "deepspeed" in times else "not installed",
+        "added": f"{added / 2**20:.1f} MiB",
+    }
+    rates = {"grad_stats GB/s": speed("grad_stats", 2), "read GB/s": speed("read", 4)}
+    return update, case | rates | {"share": f"{ratio_of(times['read'], times['grad_stats']) / 2:.2f}"}
+
+
+def publish_average(numel: int, rounds: int) -> None:
+    """Publish an update with and without a moving average of the parameters (ps.EMA)."""
+    param = torch.full((numel,), 0.01, dtype=torch.bfloat16)
+    master, exp_avg, exp_avg_sq, ema = (torch.full((numel,), 1e-3) for _ in range(4))
+    kernels = Kernels.best(torch.device("cpu"))
+    plain = AdamRule(LR, *BETAS, EPS, DECAY, decoupled=True, step=3)
+    cases = {
+        "AdamW": (plain, (exp_avg, exp_avg_sq), BYTES_PER_PARAM),
+        "AdamW and average": (AveragedRule(plain, 0.001), (exp_avg, exp_avg_sq, ema), BYTES_PER_PARAM + AVERAGE_BYTES),
+    }
+    spans = {name: Span(param, Gradient(param), master, states, rule) for name, (rule, states, _) in cases.items()}
+    times = alternating({name: lambda span=span: kernels.update([span], ()) for name, span in spans.items()}, rounds)
+    publish(
+        "average",
+        "cpu",
+        f"AdamW update of {numel:,} parameters with and without a moving average, {torch.get_num_threads()} threads, "
+        f"median of {rounds} rounds. The limit is the ratio of the bytes moved.",
+        [
+            {
+                "update": name,
+                "seconds": f"{median(times[name]):.4f}",
+                "GB/s": f"{nbytes * numel / median(times[name]) / 1e9:.1f}",
+                "ratio": f"{ratio_of(times[name], times['AdamW']):.3f}",
+                "limit": f"{nbytes / BYTES_PER_PARAM:.3f}",
+            }
+            for name, (_, _, nbytes) in cases.items()
+        ],
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--numel", type=int, nargs="+", default=[10_000_000, 100_000_000, 200_000_000])
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--slow-rounds", type=int, default=1)
-    options = parser.parse_args()
-    rows = [measure(numel, threads, options) for numel in options.numel for threads in options.threads]
+    sizes = [10_000_000, 100_000_000, 200_000_000]
+    given = options(__doc__, numel=sizes, threads=[1, 2], rounds=7, slow_rounds=1, average=0)
+    if given.average:
+        publish_average(given.average, given.rounds)
+        return
+    rows = [measure(numel, threads, given) for numel in given.numel for threads in given.threads]
     kernel = CppBackend.find()
     publish(
         "adam",
@@ -197,20 +208,6 @@ def main() -> None:
         f"ratio is 46 / 28 = 1.64. Goals: share at least 0.9, fused at least 1.6, plain (`foreach=False, fused=False`) "
         f"at least 8, DeepSpeed at least 1.6. Out of place: the same update into other memory, with non-temporal "
         f"stores, so its minimum is {BYTES_PER_PARAM} bytes too. Added: rise of resident memory during an update.",
-        [
-            "parameters",
-            "threads",
-            "update GB/s",
-            "out of place GB/s",
-            "out of place / ours",
-            "copy_ GB/s",
-            "memmove GB/s",
-            "share",
-            "torch fused / ours",
-            "torch plain / ours",
-            "DeepSpeed / ours",
-            "added",
-        ],
         [update for update, _ in rows],
     )
     publish(
@@ -219,7 +216,6 @@ def main() -> None:
         "Gradient statistics: one pass over bf16 gradients for their norm (squares summed in fp64, in a fixed order) "
         "and for non-finite values, which reads 2 bytes per parameter. The physical limit is the read bandwidth, "
         "measured in the same process. Goal: share at least 0.9.",
-        ["parameters", "threads", "grad_stats GB/s", "read GB/s", "share"],
         [grad_stats for _, grad_stats in rows],
     )
 

@@ -3,7 +3,8 @@
 python benchmarks/data_parallel.py [--model gpt-40m] [--batch 1] [--sequence 512] [--rounds 11] [--processes 1 2 4]
 Steps of the engine alternate with steps of PyTorch's `fully_shard` (same blocks, bf16 operators and reductions, fp32
 parameters, fused AdamW) in the same processes; the ratio is the median over pairs. Bytes on the wire are counted twice:
-by the engine, and by the kernel on the loopback device, including TCP headers and coordination messages.
+by the engine, and by the kernel on the loopback device, including TCP headers and coordination messages. `--chunk-size`
+is that of the runs with a budget of two groups.
 """
 
 import argparse
@@ -14,21 +15,23 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from report import publish
+from report import options, publish
+from steps import gpt, ratio_cells, tokens, train_step
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers import GPT2LMHeadModel
+from torch.distributed.tensor import DTensor
 
 import patrickstar as ps
 from patrickstar._distributed.process_group import World
@@ -36,14 +39,11 @@ from patrickstar._engine.param_init import make_layout, param_specs
 from patrickstar._layout.shard_group import ShardGroup
 from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.device_tier import DeviceTier
-from patrickstar._models.presets import PRESETS
 from patrickstar.testing import NoMeter
 
-
-def build(name: str) -> GPT2LMHeadModel:
-    config = PRESETS[name].config()
-    config.use_cache = False
-    return GPT2LMHeadModel(config).train()
+BUDGETS = {"room": "whole machine", "tight": "two groups, without activations"}
+Timed = tuple[float, int]
+"""Seconds of a step, and the bytes on the loopback device."""
 
 
 def loopback_bytes() -> int:
@@ -60,33 +60,22 @@ def barrier() -> None:
         dist.barrier()
 
 
-class Ours:
-    """Trainer on the engine."""
-
-    def __init__(self, options: argparse.Namespace, tight: bool) -> None:
-        torch.manual_seed(0)
-        world = World.find(torch.device("cpu"))
-        config = ps.Config(device="cpu", optimizer=ps.AdamW(lr=1e-4))
-        meter = None
-        if tight:
-            config = ps.Config(device="cpu", optimizer=ps.AdamW(lr=1e-4), chunk_size=options.chunk_size)
-            specs = param_specs(build(options.model), config)
-            if world.size > 1:
-                group = ShardGroup.of(world.rank, [range(world.size)])
-                specs = [replace(spec, group=group) for spec in specs]
-            layout = make_layout(specs, config, 1 << 40)
-            largest = max(chunk.compute_bytes for chunk in layout.chunks)
-            config = config.model_copy(update={"device_memory": 2 * largest})
-            meter = NoMeter()
-        self.engine = ps.Engine(partial(build, options.model), config, meter=meter, world=world)
-        self.optimizer = self.engine.optimizer
-
-    def step(self, ids: torch.Tensor) -> float:
-        loss = self.engine(input_ids=ids, labels=ids).loss
-        self.engine.backward(loss)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss.item()
+def engine_of(given: argparse.Namespace, tight: bool) -> ps.Engine:
+    """Return an engine with the whole machine as budget, or with two chunk groups."""
+    torch.manual_seed(0)
+    world, build = World.find(torch.device("cpu")), partial(gpt, given.model)
+    config = ps.Config(device="cpu", precision="bf16", optimizer=ps.AdamW(lr=1e-4))
+    if not tight:
+        return ps.Engine(build, config, world=world)
+    config = ps.Config(device="cpu", precision="bf16", optimizer=ps.AdamW(lr=1e-4), chunk_size=given.chunk_size)
+    model = build()
+    specs = param_specs(model, model, config)
+    if world.size > 1:
+        group = ShardGroup.of(world.rank, [range(world.size)])
+        specs = [replace(spec, group=group) for spec in specs]
+    largest = max(chunk.compute_bytes for chunk in make_layout(specs, config, 1 << 40).chunks)
+    config = config.model_copy(update={"device_memory": 2 * largest})
+    return ps.Engine(build, config, meter=NoMeter(), world=world)
 
 
 @contextmanager
@@ -107,77 +96,96 @@ def metered(engine: ps.Engine) -> Iterator[list[int]]:
 
 
 class Fsdp:
-    """Trainer on PyTorch's FSDP2."""
+    """PyTorch's FSDP2, with the interface of an engine. `blocks`: modules of the model, each with its mesh."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        torch.manual_seed(0)
-        self.model = build(options.model)
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    def __init__(self, model: nn.Module, blocks: Iterator[tuple[nn.Module, Any]]) -> None:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-        for block in self.model.transformer.h:
+        self.model, self.optimizer = model, self
+        for block, mesh in blocks:
             fully_shard(block, mesh=mesh, mp_policy=policy)
-        fully_shard(self.model, mesh=mesh, mp_policy=policy)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        by_mesh: dict[Any, list[nn.Parameter]] = {}
+        for param in model.parameters():
+            by_mesh.setdefault(param.device_mesh if isinstance(param, DTensor) else None, []).append(param)
+        self.optimizers = [torch.optim.AdamW(params, lr=1e-4, fused=True) for params in by_mesh.values()]
 
-    def step(self, ids: torch.Tensor) -> float:
-        loss = self.model(input_ids=ids, labels=ids).loss
+    def __call__(self, **batch: torch.Tensor) -> Any:
+        return self.model(**batch)
+
+    def backward(self, loss: torch.Tensor) -> None:
         loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss.item()
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        self.model.zero_grad()
 
 
-def timed(trainer: Any, ids: torch.Tensor) -> tuple[float, int, float]:
-    """Run a step and return its seconds, the bytes on the loopback device, and the loss."""
+def fsdp_of(given: argparse.Namespace) -> Fsdp:
+    torch.manual_seed(0)
+    model, mesh = gpt(given.model), init_device_mesh("cpu", (dist.get_world_size(),))
+    return Fsdp(model, ((block, mesh) for block in (*model.transformer.h, model)))
+
+
+def timed(trainer: Any, ids: torch.Tensor) -> Timed:
+    """Train a step; return its seconds and the bytes on the loopback device."""
     barrier()
     wire, start = loopback_bytes(), time.perf_counter()
-    loss = trainer.step(ids)
+    train_step(trainer, ids).item()
     barrier()
-    return time.perf_counter() - start, loopback_bytes() - wire, loss
+    return time.perf_counter() - start, loopback_bytes() - wire
 
 
-def worker(options: argparse.Namespace) -> None:
+def time_pairs(fsdp: Fsdp, engine: ps.Engine, ids: torch.Tensor, rounds: int) -> list[tuple[Timed, Timed]]:
+    """Return the steps of both, which alternate."""
+    for _ in range(3):
+        timed(engine, ids)
+        timed(fsdp, ids)
+    return [(timed(fsdp, ids), timed(engine, ids)) for _ in range(rounds)]
+
+
+def pair_cells(pairs: list[tuple[Timed, Timed]], unit: str, wire: Callable[[float], str]) -> dict[str, str]:
+    """Return the cells of pairs of steps. `wire`: function that formats bytes on the loopback device, in a unit."""
+    sides = dict(zip(("FSDP2", "engine"), zip(*pairs, strict=True), strict=True))
+    seconds = {name: [step[0] for step in steps] for name, steps in sides.items()}
+    row = {f"{name} s": f"{median(values):.3f}" for name, values in seconds.items()}
+    row |= ratio_cells(seconds["FSDP2"], seconds["engine"])
+    return row | {f"{name} {unit}": wire(median(step[1] for step in steps)) for name, steps in sides.items()}
+
+
+def worker(given: argparse.Namespace) -> dict[str, Any]:
+    """Train in this process; return the measurements."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if size > 1:
         dist.init_process_group("gloo")
-    generator = torch.Generator().manual_seed(rank)
-    vocabulary = PRESETS[options.model].config().vocab_size
-    ids = torch.randint(0, vocabulary, (options.batch, options.sequence), generator=generator)
+    ids = tokens(given.model, given.batch, given.sequence, seed=rank)
     results: dict[str, Any] = {}
-    for name in ("room", "tight"):
-        ours = Ours(options, name == "tight")
-        layout = ours.engine.layout
+    for name in BUDGETS:
+        engine = engine_of(given, name == "tight")
+        layout = engine.layout
         for _ in range(3):
-            timed(ours, ids)
-        with metered(ours.engine) as held_bytes:
-            _, wire, _ = timed(ours, ids)
-        last = ours.engine.stats.last
+            timed(engine, ids)
+        with metered(engine) as held_bytes:
+            _, wire = timed(engine, ids)
+        last = engine.stats.last
         results[name] = {
-            "sent": last.gathered_bytes + last.reduced_bytes,
             "gathered": last.gathered_bytes,
             "reduced": last.reduced_bytes,
+            "sent": last.gathered_bytes + last.reduced_bytes,
             "wire": wire / size,
             "rounds": last.rounds,
-            "device": last.device_peak_model_bytes,
             "peak": max(held_bytes),
             "own": layout.model_data_bytes,
             "parameters": layout.numel,
             "padding": layout.padding_bytes,
             "padded": sum(chunk.numel for chunk in layout.chunks),
-            "groups": layout.chunk_count,
             "group": max(chunk.compute_bytes for chunk in layout.chunks),
         }
-        if name == "room" and size > 1 and options.rounds:
-            fsdp = Fsdp(options)
-            for _ in range(2):
-                timed(fsdp, ids)
-            pairs = []
-            for _ in range(options.rounds):
-                pairs.append((timed(fsdp, ids), timed(ours, ids)))
-            results["pairs"] = pairs
-            del fsdp
-        ours.engine.close(keep=False)
-    print(json.dumps(results))
+        if name == "room" and size > 1 and given.rounds:
+            results["pairs"] = time_pairs(fsdp_of(given), engine, ids, given.rounds)
+        engine.close(keep=False)
+    return results
 
 
 def launch(size: int, script: str = __file__) -> list[dict[str, Any]]:
@@ -186,12 +194,11 @@ def launch(size: int, script: str = __file__) -> list[dict[str, Any]]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     threads = str(max(1, len(os.sched_getaffinity(0)) // size))
-    processes = []
+    command, processes = [sys.executable, script, "--worker", *sys.argv[1:]], []
     for rank in range(size):
         env = {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         env |= {"OMP_NUM_THREADS": threads, "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
         out = tempfile.TemporaryFile("w+")  # noqa: SIM115 (read after the processes have ended)
-        command = [sys.executable, script, "--worker", *sys.argv[1:]]
         processes.append((subprocess.Popen(command, env=os.environ | env, stdout=out), out))
     results = []
     for process, out in processes:
@@ -202,113 +209,88 @@ def launch(size: int, script: str = __file__) -> list[dict[str, Any]]:
     return results
 
 
+def memory_row(size: int, budget: str, rows: list[dict[str, Any]]) -> dict[str, str]:
+    most = {key: max(row[key] for row in rows) for key in ("own", "padding", "group", "peak")}
+    data_bytes = 14 * rows[0]["parameters"] / size
+    return {
+        "p": str(size),
+        "device budget": BUDGETS[budget],
+        "14 M/p": f"{data_bytes:,.0f}",
+        "shard": f"{most['own']:,}",
+        "of which padding": f"{most['padding']:,}",
+        "largest group": f"{most['group']:,}",
+        "peak": f"{most['peak']:,}",
+        "peak / limit": f"{most['peak'] / (data_bytes + 2 * most['group'] + most['padding']):.3f}",
+    }
+
+
+def wire_row(size: int, budget: str, rows: list[dict[str, Any]]) -> dict[str, str]:
+    means = {key: mean(row[key] for row in rows) for key in ("gathered", "reduced", "sent", "wire")}
+    sent_numel, padded = (rows[0][key] * (size - 1) / size for key in ("parameters", "padded"))
+    return {
+        "p": str(size),
+        "device budget": BUDGETS[budget],
+        "parameters": f"{means['gathered']:,.0f}",
+        "gradients": f"{means['reduced']:,.0f}",
+        "sent / ((p-1)/p M)": f"{means['sent'] / sent_numel:.3f}",
+        "loopback bytes / ((p-1)/p M)": f"{means['wire'] / sent_numel:.3f}",
+        "sent / (6 (p-1)/p M)": f"{means['sent'] / (6 * sent_numel):.3f}",
+        "same, M with padding": f"{means['sent'] / (6 * padded):.3f}",
+        "coordination steps": str(rows[0]["rounds"]),
+    }
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="gpt-40m")
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--sequence", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--chunk-size", default="2200KiB", help="chunk size of the runs with a budget of two groups")
-    parser.add_argument("--worker", action="store_true")
-    options = parser.parse_args()
-    if options.worker:
-        worker(options)
+    given = options(
+        __doc__,
+        model="gpt-40m",
+        batch=1,
+        sequence=512,
+        rounds=11,
+        processes=[1, 2, 4],
+        chunk_size="2200KiB",
+        worker=False,
+    )
+    if given.worker:
+        print(json.dumps(worker(given)))
         return
-
-    def budget(name: str) -> str:
-        return "whole machine" if name == "room" else "two groups, without activations"
-
     memory, wire, seconds = [], [], []
-    for size in options.processes:
+    for size in given.processes:
         results = launch(size)
-        for name in ("room", "tight"):
-            rows = [result[name] for result in results]
-            first = rows[0]
-            count = first["parameters"]
-            peak = max(row["peak"] for row in rows)
-            padding = max(row["padding"] for row in rows)
-            bound = 14 * count / size + 2 * first["group"] + padding
-            memory.append(
-                [
-                    str(size),
-                    budget(name),
-                    f"{14 * count / size:,.0f}",
-                    f"{max(row['own'] for row in rows):,}",
-                    f"{padding:,}",
-                    f"{first['group']:,}",
-                    f"{peak:,}",
-                    f"{peak / bound:.3f}",
-                ]
-            )
+        for budget in BUDGETS:
+            rows = [result[budget] for result in results]
+            memory.append(memory_row(size, budget, rows))
             if size > 1:
-                sent = sum(row["sent"] for row in rows) / size
-                ideal = 6 * (size - 1) / size * count
-                wire.append(
-                    [
-                        str(size),
-                        budget(name),
-                        f"{sum(row['gathered'] for row in rows) / size:,.0f}",
-                        f"{sum(row['reduced'] for row in rows) / size:,.0f}",
-                        f"{sent / (count * (size - 1) / size):.3f}",
-                        f"{sum(row['wire'] for row in rows) / size / (count * (size - 1) / size):.3f}",
-                        f"{sent / ideal:.3f}",
-                        f"{sent / (6 * (size - 1) / size * first['padded']):.3f}",
-                        str(first["rounds"]),
-                    ]
-                )
+                wire.append(wire_row(size, budget, rows))
         if "pairs" in results[0]:
-            pairs = results[0]["pairs"]
-            ratios = sorted(fsdp[0] / ours[0] for fsdp, ours in pairs)
-            count = results[0]["room"]["parameters"]
-            seconds.append(
-                [
-                    str(size),
-                    f"{median(fsdp[0] for fsdp, _ in pairs):.3f}",
-                    f"{median(ours[0] for _, ours in pairs):.3f}",
-                    f"{median(ratios):.3f}",
-                    f"{ratios[0]:.3f} - {ratios[-1]:.3f}",
-                    f"{median(fsdp[1] for fsdp, _ in pairs) / (count * (size - 1)):.3f}",
-                    f"{median(ours[1] for _, ours in pairs) / (count * (size - 1)):.3f}",
-                ]
-            )
-    shape = f"{options.model}, bf16, {options.batch} x {options.sequence} tokens per process and step, gloo"
+            sent_numel = results[0]["room"]["parameters"] * (size - 1)
+            cells = pair_cells(results[0]["pairs"], "bytes", lambda nbytes, numel=sent_numel: f"{nbytes / numel:.3f}")
+            seconds.append({"p": str(size)} | cells)
+    shape = f"{given.model}, bf16, {given.batch} x {given.sequence} tokens per process and step, gloo"
     publish(
         "data_parallel_memory",
         "cpu",
         f"{shape}. Bytes of model data per process, for M parameters on p processes: the shard of a process, and the "
         f"peak on its host and device together, relative to the limit of 14 M/p + two groups + padding. With the whole "
         f"machine as budget, groups stay gathered and optimizer states may be placed on the device.",
-        ["p", "device budget", "14 M/p", "shard", "of which padding", "largest group", "peak", "peak / limit"],
         memory,
     )
-    publish(
-        "data_parallel_wire",
-        "cpu",
-        f"{shape}. Bytes that a process sends per step. The limit without padding is 6 (p-1)/p M if nothing stays "
-        f"gathered (two all-gathers and a reduce-scatter in 16 bit) and 4 (p-1)/p M if everything stays gathered from "
-        f"forward to backward. Broadcast-based schemes send 10 (p-1)/p M. The embedding is tied to the head, so it is "
-        f"used at both ends of forward; with memory for two groups it is gathered again.",
-        [
-            "p",
-            "device budget",
-            "parameters",
-            "gradients",
-            "sent / ((p-1)/p M)",
-            "loopback bytes / ((p-1)/p M)",
-            "sent / (6 (p-1)/p M)",
-            "same, M with padding",
-            "coordination steps",
-        ],
-        wire,
-    )
+    if wire:
+        publish(
+            "data_parallel_wire",
+            "cpu",
+            f"{shape}. Bytes that a process sends per step. The limit without padding is 6 (p-1)/p M if nothing stays "
+            f"gathered (two all-gathers and a reduce-scatter in 16 bit) and 4 (p-1)/p M if everything stays gathered "
+            f"from forward to backward. Broadcast-based schemes send 10 (p-1)/p M. The embedding is tied to the head, "
+            f"so it is used at both ends of forward; with memory for two groups it is gathered again.",
+            wire,
+        )
     if seconds:
         publish(
             "data_parallel_time",
             "cpu",
             f"{shape}. Seconds per step if everything fits, alternating with FSDP2 (`fully_shard`) in the same "
             f"processes. Bytes are those of the loopback device, divided by (p-1)/p M.",
-            ["p", "FSDP2 s", "engine s", "ratio (median of pairs)", "range", "FSDP2 bytes", "engine bytes"],
             seconds,
         )
 

@@ -7,18 +7,18 @@ speed. They transfer the pages of 64 MiB chunks in order, with direct I/O. The b
 `pwritev`, in the same number of threads. Each ratio is the median over rounds of two adjacent times.
 """
 
-import argparse
 import itertools
 import os
-import threading
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
+from threading import Barrier
 
 import psutil
 import torch
-from report import publish
+from report import options, publish
+from steps import in_threads, ratio_of, seconds_of
 
 from patrickstar._memory.direct_io import PAGE_BYTES
 from patrickstar._memory.swap_file import SwapFile
@@ -49,13 +49,8 @@ class Work:
             return lambda stage: transfer_page(offset, memoryview(stage.numpy()), PAGE_BYTES, "page")
 
         def run() -> None:
-            transfers = [
-                pool.submit(
-                    [job(offset) for offset in range(chunk, chunk + CHUNK_BYTES, PAGE_BYTES)], f"chunk at {chunk}"
-                )
-                for chunk in self.chunks
-            ]
-            for transfer in transfers:
+            pages = [range(chunk, chunk + CHUNK_BYTES, PAGE_BYTES) for chunk in self.chunks]
+            for transfer in [pool.submit([job(offset) for offset in each], f"chunk at {each.start}") for each in pages]:
                 transfer.wait()
 
         fill(pool, threads)
@@ -74,18 +69,14 @@ class Work:
                 while (offset := next(pages) * PAGE_BYTES) < self.nbytes:
                     assert transfer_page(self.file._fd, [stage], offset) == PAGE_BYTES
 
-            workers = [threading.Thread(target=loop, args=(stage,)) for stage in stages]
-            for worker in workers:
-                worker.start()
-            for worker in workers:
-                worker.join()
+            in_threads(partial(loop, stage) for stage in stages)
 
         return run
 
 
 def fill(pool: WorkerPool, threads: int, stages: list[memoryview] | None = None) -> None:
     """Fill the staging buffer of every thread with incompressible noise and append the buffers to `stages`."""
-    barrier = threading.Barrier(threads)
+    barrier = Barrier(threads)
 
     def job(stage: torch.Tensor) -> None:
         stage.random_()
@@ -96,26 +87,22 @@ def fill(pool: WorkerPool, threads: int, stages: list[memoryview] | None = None)
     pool.submit([job] * threads, "noise").wait()
 
 
-def measure(work: Work, threads: int, rounds: int) -> list[list[str]]:
+def measure(work: Work, threads: int, rounds: int) -> list[dict[str, str]]:
     times: dict[tuple[str, bool], list[float]] = {(side, write): [] for side in SIDES for write in (True, False)}
     for number in range(rounds):
         turn = number % len(SIDES)  # rotate the order
         for write in (True, False):
             for side in SIDES[turn:] + SIDES[:turn]:
-                transfer_all = work.by(side, write, threads)
-                start = time.perf_counter()
-                transfer_all()
-                times[side, write].append(time.perf_counter() - start)
+                times[side, write].append(seconds_of(work.by(side, write, threads)))
             work.by("ours", True, threads)()  # the following reads need checksums
     rows = []
     for write in (True, False):
-        by_name = {side: times[side, write] for side in SIDES}
-        rates = [f"{median(work.nbytes / seconds / 1e9 for seconds in by_name[name]):.2f}" for name in SIDES]
-        share, cost = (
-            median(a / b for a, b in zip(by_name[name], by_name[other], strict=True))
-            for name, other in (("bare", "ours"), ("ours", "unchecked"))
-        )
-        rows.append(["write" if write else "read", str(threads), *rates, f"{share:.2f}", f"{100 * (cost - 1):+.1f} %"])
+        measured = {side: times[side, write] for side in SIDES}
+        row = {"operation": "write" if write else "read", "threads": str(threads)}
+        row |= {f"{side} GB/s": f"{work.nbytes / median(measured[side]) / 1e9:.2f}" for side in SIDES}
+        cost = 100 * (ratio_of(measured["ours"], measured["unchecked"]) - 1)
+        shares = {"share": f"{ratio_of(measured['bare'], measured['ours']):.2f}", "cost of checksums": f"{cost:+.1f} %"}
+        rows.append(row | shares)
     return rows
 
 
@@ -127,33 +114,19 @@ def file_system(directory: Path) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--directory", type=Path, default=Path("."))
-    parser.add_argument("--gib", type=float, default=1.0)
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args()
-    nbytes = max(1, int(options.gib * 1024**3) // CHUNK_BYTES) * CHUNK_BYTES
-    work = Work(options.directory, nbytes)
+    given = options(__doc__, directory=Path("."), gib=1.0, threads=[1, 2, 4], rounds=5)
+    nbytes = max(1, int(given.gib * 1024**3) // CHUNK_BYTES) * CHUNK_BYTES
+    work = Work(given.directory, nbytes)
     work.by("ours", True, 2)()  # the first write to a block also updates the file system's metadata
-    rows = [row for threads in options.threads for row in measure(work, threads, options.rounds)]
+    rows = [row for threads in given.threads for row in measure(work, threads, given.rounds)]
     publish(
         "disk",
         "cpu",
-        f"Swap file of the disk tier on {file_system(options.directory)}: {nbytes / 1024**3:.2f} GiB in chunks of 64 "
-        f"MiB, pages of {PAGE_BYTES // 1024**2} MiB, direct I/O, medians of {options.rounds} interleaved rounds. Bare: "
+        f"Swap file of the disk tier on {file_system(given.directory)}: {nbytes / 1024**3:.2f} GiB in chunks of 64 "
+        f"MiB, pages of {PAGE_BYTES // 1024**2} MiB, direct I/O, medians of {given.rounds} interleaved rounds. Bare: "
         f"`preadv` and `pwritev` in a loop, in the same number of threads. Unchecked: ours with `checksums=False`. "
         f"Cost of checksums: the time they add. Share: bare time / our time; goal: at least 0.9.",
-        [
-            "operation",
-            "threads",
-            "bare GB/s",
-            "unchecked GB/s",
-            "ours GB/s",
-            "share",
-            "cost of checksums",
-        ],
-        sorted(rows, key=lambda row: row[0]),
+        sorted(rows, key=lambda row: row["operation"]),
     )
 
 

@@ -6,38 +6,37 @@ seed with its own initial values and order of batches. bitsandbytes trains the s
 alternate in one process on tensors of the same size.
 """
 
-import argparse
-import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable
 from functools import partial
-from itertools import product
-from multiprocessing import get_context
-from statistics import fmean, median, stdev
-from typing import Any
+from statistics import median
 
-import numpy as np
 import torch
 from bitsandbytes.optim import AdamW8bit
-from numpy.typing import NDArray
-from report import publish
-from staleness import BATCH, MAX_NORM, SEQUENCE, VALIDATION_BATCHES, WARMUP_STEPS, losses, split, validation_loss
-from torch.optim.lr_scheduler import LambdaLR
+from report import options, publish
+from staleness import (
+    BATCH,
+    MAX_NORM,
+    RATE,
+    SEQUENCE,
+    WARMUP_STEPS,
+    Tokens,
+    against,
+    in_two_processes,
+    learn,
+    losses,
+    tokens_of,
+)
+from steps import alternating
 
 import patrickstar as ps
 from patrickstar import testing
-from patrickstar._cli.corpus import standard_library
-from patrickstar._cli.sampler import BatchSampler
-from patrickstar._cli.tokenizer import _encode, train_tokenizer
-from patrickstar._cli.train import learning_rate_factor
 from patrickstar._kernels.adam import AdamRule
 from patrickstar._kernels.adam_8bit import Adam8bitRule
 from patrickstar._kernels.cpp_backend import CppBackend
 from patrickstar._kernels.update_rule import Gradient, Span
 from patrickstar._models.model_source import find_model
 
-Tokens = list[NDArray[np.unsignedinteger]]
-RATE, DECAY = 1e-3, 0.01
+DECAY = 0.01
 BITSANDBYTES = "bitsandbytes.optim.AdamW8bit"
 OPTIMIZERS = {
     "ps.AdamW": (14, ps.AdamW(lr=RATE, weight_decay=DECAY)),
@@ -57,34 +56,18 @@ class BlockwiseOptimizer(testing.ReferenceOptimizer):
         self.param_groups = self.inner.param_groups
 
 
-def losses_of_bitsandbytes(model: str, steps: int, tokens: Tokens, seed: int) -> list[float]:
-    """Train on one thread as `staleness.losses` does, and return the last validation loss."""
+def last_loss(model: str, steps: int, tokens: Tokens, name: str, seed: int) -> float:
+    optimizer = OPTIMIZERS[name][1]
+    if optimizer is not None:
+        return losses(model, steps, optimizer, tokens, "exact", seed)[0][-1]
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     build, weights = find_model(model, None).open(False)
     assert weights is None, "the model is built with random weights"
     trainer = testing.ReferenceTrainer(build, ps.Config(device="cpu"), BlockwiseOptimizer)
-    scheduler = LambdaLR(trainer.optimizer.inner, partial(learning_rate_factor, warmup_steps=WARMUP_STEPS, steps=steps))
-    batches = iter(BatchSampler(tokens[0], SEQUENCE, BATCH, seed))
-    held_out = iter(BatchSampler(tokens[1], SEQUENCE, BATCH, 0))
-    validation = [next(held_out) for _ in range(VALIDATION_BATCHES)]
-    for _ in range(steps):
-        ids = next(batches)
-        trainer.backward(trainer(input_ids=ids, labels=ids).loss)
-        trainer.clip_grad_norm_(MAX_NORM)
-        trainer.optimizer.step()
-        scheduler.step()
-    return [validation_loss(trainer, validation)]  # type: ignore[arg-type]
-
-
-def last_loss(model: str, steps: int, tokens: Tokens, name: str, seed: int) -> float:
-    optimizer = OPTIMIZERS[name][1]
-    if optimizer is None:
-        found = losses_of_bitsandbytes(model, steps, tokens, seed)
-    else:
-        found = losses(model, steps, optimizer, tokens, "exact", seed)[0]
-    print(name, seed, f"{found[-1]:.4f}", flush=True)
-    return found[-1]
+    found = learn(trainer, trainer.optimizer.inner, tokens, steps, seed, measurements=1)[-1]
+    print(name, seed, f"{found:.4f}", flush=True)
+    return found
 
 
 def updates(numel: int) -> dict[str, Callable[[], None]]:
@@ -112,61 +95,33 @@ def updates(numel: int) -> dict[str, Callable[[], None]]:
     return {"ps.AdamW": ours(AdamRule, floats), "ps.AdamW8bit": ours(Adam8bitRule, codes), BITSANDBYTES: theirs}
 
 
-def seconds(numel: int, rounds: int) -> dict[str, float]:
-    """Return the median time of each update, all of which alternate."""
-    runs = updates(numel)
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for number in range(rounds + 1):
-        for name, run in runs.items():
-            start = time.perf_counter()
-            run()
-            if number:
-                times[name].append(time.perf_counter() - start)
-    return {name: median(found) for name, found in times.items()}
-
-
-def rows_of(results: dict[tuple[str, int], float], times: dict[str, float], seeds: range) -> Iterator[list[str]]:
-    for name, (nbytes, _) in OPTIMIZERS.items():
-        last = [results[name, seed] for seed in seeds]
-        ratios = [results[name, seed] / results["ps.AdamW", seed] - 1 for seed in seeds]
-        deviation = stdev(ratios) if len(seeds) > 1 else 0
-        yield [
-            name,
-            str(nbytes),
-            " ".join(f"{value:.4f}" for value in last),
-            f"{fmean(ratios):+.2%} ± {deviation:.2%}",
-            f"{1000 * times[name]:.0f} ms",
-            f"{times[name] / times['ps.AdamW']:.2f}",
-        ]
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--model", default="gpt-1m")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--numel", type=int, default=100_000_000)
-    parser.add_argument("--rounds", type=int, default=7)
-    options = parser.parse_args()
-    times, seeds = seconds(options.numel, options.rounds), range(options.seeds)
-    vocabulary = find_model(options.model, None).vocabulary
-    training, held_out = split(standard_library())
-    tokenizer: Any = train_tokenizer(training, vocabulary.size)
-    tokens = [_encode(tokenizer, corpus, vocabulary) for corpus in (training, held_out)]
-    runs = list(product(OPTIMIZERS, seeds))
-    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-        run = partial(last_loss, options.model, options.steps, tokens)
-        results = dict(zip(runs, pool.map(run, *zip(*runs, strict=True)), strict=True))
+    given = options(__doc__, steps=2000, model="gpt-1m", seeds=3, numel=100_000_000, rounds=7)
+    times, seeds = alternating(updates(given.numel), given.rounds), range(given.seeds)
+    run = partial(last_loss, given.model, given.steps, tokens_of(given.model))
+    results = in_two_processes(run, OPTIMIZERS, seeds)
+    rows = []
+    for name, (nbytes, _) in OPTIMIZERS.items():
+        last, base = ([results[each, seed] for seed in seeds] for each in (name, "ps.AdamW"))
+        difference, deviation = against(last, base)
+        update_s = median(times[name])
+        rows.append(
+            [
+                *(name, str(nbytes), " ".join(f"{value:.4f}" for value in last)),
+                f"{difference:+.2%} ± {deviation:.2%}",
+                *(f"{1000 * update_s:.0f} ms", f"{update_s / median(times['ps.AdamW']):.2f}"),
+            ]
+        )
     publish(
         "eight-bit",
         "cpu",
-        f"Validation loss of {options.model} after {options.steps} steps on a held-out tenth of the files of the "
-        f"standard library, {BATCH} x {SEQUENCE} tokens per step, bf16 with fp32 masters, peak rate {RATE}, "
-        f"{WARMUP_STEPS} steps of warm-up and a cosine, gradients clipped to {MAX_NORM}; against AdamW: mean and "
-        f"standard deviation of the seeds' ratios. Time of one update of {options.numel:,} elements on "
-        f"{torch.get_num_threads()} threads, median of {options.rounds}, all alternating in one process.",
+        f"Validation loss of {given.model} after {given.steps} steps on a held-out tenth of the files of the standard "
+        f"library, {BATCH} x {SEQUENCE} tokens per step, bf16 with fp32 masters, peak rate {RATE}, {WARMUP_STEPS} "
+        f"steps of warm-up and a cosine, gradients clipped to {MAX_NORM}; against AdamW: mean and standard deviation "
+        f"of the seeds' ratios. Time of one update of {given.numel:,} elements on {torch.get_num_threads()} threads, "
+        f"median of {given.rounds}, all alternating in one process.",
+        rows,
         ["optimizer", "bytes per parameter", "loss, by seed", "against AdamW", "update", "against AdamW"],
-        list(rows_of(results, times, seeds)),
     )
 
 

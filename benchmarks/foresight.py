@@ -5,18 +5,16 @@ Each draw is a GPT of random size, batch and budget, dry-run in one process, the
 peaks are maxima over steps 4 to 6.
 """
 
-import argparse
-import json
 import random
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable
 from itertools import chain
 from statistics import median
 
 import torch
-from report import publish
+from fresh_processes import apart
+from report import options, publish
+from steps import NO_DROPOUT, train_step
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import patrickstar as ps
@@ -42,11 +40,9 @@ def build(draw: dict) -> GPT2LMHeadModel:
         n_head=draw["hidden"] // 64,
         vocab_size=draw["vocab"],
         activation_function="gelu_pytorch_tanh",
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
+        use_cache=False,
+        **NO_DROPOUT,
     )
-    config.use_cache = False
     model = GPT2LMHeadModel(config).train()
     model.loss_type = "ForCausalLM"
     if draw["checkpointing"]:
@@ -70,17 +66,11 @@ def draws(count: int, seed: int) -> list[dict]:
     ]
 
 
-def step_of(draw: dict) -> Callable[[ps.Engine], None]:
+def step_of(draw: dict) -> Callable[[ps.Engine], object]:
     torch.manual_seed(0)
     data = torch.randint(0, draw["vocab"], (draw["batch"], draw["sequence"]))
 
-    def step(engine: ps.Engine) -> None:
-        ids = data.clone()  # a data loader delivers new tensors at each step
-        engine.backward(engine(input_ids=ids, labels=ids).loss)
-        engine.optimizer.step()
-        engine.optimizer.zero_grad()
-
-    return step
+    return lambda engine: train_step(engine, data.clone())  # a data loader delivers new tensors at each step
 
 
 def configured(budget: int, precision: str) -> ps.Config:
@@ -143,78 +133,59 @@ def compared(predicted: list, actual: list) -> str:
     return f"{len(predicted)} moments, {min(errors):+,} to {max(errors):+,} bytes"
 
 
-def in_a_process(command_name: str, draw: dict) -> dict:
-    """Run in a new process: a dry run before training would already have initialized libraries."""
-    command = [sys.executable, __file__, "--" + command_name, json.dumps(draw)]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def device_bytes(result: dict) -> int:
     return result["device_peak_model_bytes"] + result["device_peak_non_model_bytes"]
 
 
+COLUMNS = {
+    "moved": "transferred per step",
+    "device_peak_model_bytes": "device, model data",
+    "device_peak_non_model_bytes": "device, non-model data",
+    "host_peak_model_bytes": "host",
+}
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--draws", type=int, default=20, help="per seed")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--precision", default="bf16")
-    parser.add_argument("--predict", type=json.loads, help=argparse.SUPPRESS)
-    parser.add_argument("--train", type=json.loads, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.predict or options.train:
-        print(json.dumps(predict(options.predict) if options.predict else train(options.train)))
-        return
+    given = options(__doc__, draws=20, seeds=[0], precision="bf16")
     rows, errors, peaks = [], [], {"device": [], "host": []}
-    for draw in chain.from_iterable(draws(options.draws, seed) for seed in options.seeds):
-        draw = draw | {"precision": options.precision}
-        predicted = in_a_process("predict", draw)
-        actual = in_a_process("train", draw | {"budget": predicted["budget"]})
+    for draw in chain.from_iterable(draws(given.draws, seed) for seed in given.seeds):
+        draw = draw | {"precision": given.precision}
+        # In processes of their own: a dry run before training would already have initialized libraries.
+        predicted = apart(predict, draw)
+        actual = apart(train, draw | {"budget": predicted["budget"]})
         error = predicted["seconds"] / actual["seconds"] - 1
         errors.append(abs(error))
         peaks["device"].append(device_bytes(predicted) / device_bytes(actual) - 1)
         if actual["host_peak_model_bytes"]:
             peaks["host"].append(predicted["host_peak_model_bytes"] / actual["host_peak_model_bytes"] - 1)
+        sizes = {COLUMNS[key]: " / ".join(format_size(side[key]) for side in (predicted, actual)) for key in COLUMNS}
         rows.append(
-            [
-                f"{draw['layers']} x {draw['hidden']}, {draw['vocab']:,}",
-                f"{draw['batch']} x {draw['sequence']}{', checkpointing' if draw['checkpointing'] else ''}",
-                format_size(predicted["budget"]),
-                f"{predicted['bound_s']:.2f} s",
-                f"{predicted['seconds']:.2f} s",
-                f"{actual['seconds']:.2f} s",
-                f"{100 * error:+.0f} %",
-                *(" / ".join(format_size(side[name]) for side in (predicted, actual)) for name in ("moved", *PEAKS)),
-                compared(predicted["trace"], actual["trace"]),
-                f"{predicted['dry_run_s']:.1f} s",
-            ]
+            {
+                "layers x hidden, vocabulary": f"{draw['layers']} x {draw['hidden']}, {draw['vocab']:,}",
+                "batch": f"{draw['batch']} x {draw['sequence']}{', checkpointing' if draw['checkpointing'] else ''}",
+                "device budget": format_size(predicted["budget"]),
+                "bound": f"{predicted['bound_s']:.2f} s",
+                "predicted": f"{predicted['seconds']:.2f} s",
+                "measured": f"{actual['seconds']:.2f} s",
+                "error": f"{100 * error:+.0f} %",
+                **sizes,
+                "traces with equal accesses: error of non-model data": compared(predicted["trace"], actual["trace"]),
+                "dry run duration": f"{predicted['dry_run_s']:.1f} s",
+            }
         )
-        print(rows[-1], flush=True)
-    spans = {name: f"{100 * min(values):+.4f} to {100 * max(values):+.4f} %" for name, values in peaks.items()}
+        print(list(rows[-1].values()), flush=True)
+    spans = {
+        name: f"{100 * min(values):+.4f} to {100 * max(values):+.4f} %" if values else "not measured"
+        for name, values in peaks.items()
+    }
     publish(
         "foresight",
-        torch.device("cpu"),
-        f"Prediction of a dry run / measurement of a run: {len(rows)} random GPTs, {options.precision}, host "
-        f"budget 8 GiB (seeds {', '.join(map(str, options.seeds))}). Absolute error of the step time: "
-        f"{100 * median(errors):.1f} % in the "
-        f"median (limit 10 %), {100 * max(errors):.1f} % at most (limit 25 %). Errors of the peaks: device (model and "
-        f"non-model data) {spans['device']} (limit 0), host {spans['host']} (limit 1 %, never below 0). The bound is "
-        f"the time of the busiest resource.",
-        [
-            "layers x hidden, vocabulary",
-            "batch",
-            "device budget",
-            "bound",
-            "predicted",
-            "measured",
-            "error",
-            "transferred per step",
-            "device, model data",
-            "device, non-model data",
-            "host",
-            "traces with equal accesses: error of non-model data",
-            "dry run duration",
-        ],
+        "cpu",
+        f"Prediction of a dry run / measurement of a run: {len(rows)} random GPTs, {given.precision}, host budget 8 "
+        f"GiB (seeds {', '.join(map(str, given.seeds))}). Absolute error of the step time: {100 * median(errors):.1f} "
+        f"% in the median (limit 10 %), {100 * max(errors):.1f} % at most (limit 25 %). Errors of the peaks: device "
+        f"(model and non-model data) {spans['device']} (limit 0), host {spans['host']} (limit 1 %, never below 0). The "
+        f"bound is the time of the busiest resource.",
         rows,
     )
 

@@ -1,6 +1,7 @@
 """Run the frameworks' own tests with PatrickStar's classes in place of theirs: what still passes, and why not the rest.
 
 python benchmarks/framework_suites.py --trl CHECKOUT --accelerate CHECKOUT --lightning CHECKOUT --directory DIR
+    [--only PATTERN]
 Checkouts are of the repositories, at the versions that are installed or the nearest that exist; their packages are not
 used. Each file runs with the framework's classes and with PatrickStar's; tests of TRL that fail run once more in fp32.
 `framework_hub.py` writes random tiny models and small datasets under the names that tests load from the hub. Results
@@ -8,7 +9,6 @@ that are in DIR already are used again. The table names the folders of the check
 Needs `pip install parameterized pytest-datadir pytest-rerunfailures jmespath cloudpickle tensorboardX`.
 """
 
-import argparse
 import os
 import re
 import subprocess
@@ -23,7 +23,7 @@ from xml.etree import ElementTree
 
 import framework_hub
 from framework_reasons import reason
-from report import publish
+from report import options, publish, table
 
 HERE = Path(__file__).parent
 TRL = [f"tests/test_{name}_trainer.py" for name in ("reward", "kto", "dpo", "sft", "rloo", "grpo")]
@@ -96,8 +96,8 @@ def run(framework: str, file: str, folder: Path, label: str, tests: Iterable[str
     if not results.exists():
         print(f"running {stem.name}", flush=True)
         paths = [str(HERE / "framework_site"), os.environ.get("PYTHONPATH", "")]
-        environment = os.environ | {"FRAMEWORK": framework} | variables
-        environment |= {"PYTHONPATH": ":".join(filter(None, paths)), "ENGINES": str(engines)}
+        environment = os.environ | variables
+        environment |= {"FRAMEWORK": framework, "PYTHONPATH": ":".join(filter(None, paths)), "ENGINES": str(engines)}
         environment |= {
             "HF_HUB_OFFLINE": "1",
             "HF_HOME": str(folder.parent / "cache"),
@@ -105,26 +105,10 @@ def run(framework: str, file: str, folder: Path, label: str, tests: Iterable[str
         }
         environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
         engines.write_text("")
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "--tb=short",
-            "--color=no",
-            "-p",
-            "no:cacheprovider",
-            "-k",
-            CHOSEN,
-        ]
+        command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "--color=no", "-p", "no:cacheprovider"]
+        command += ["-k", CHOSEN, f"--junitxml={results}", *(tests or [file])]
         with open(stem.with_suffix(".log"), "w") as log:
-            subprocess.run(
-                [*command, f"--junitxml={results}", *(tests or [file])],
-                cwd=folder,
-                env=environment,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
+            subprocess.run(command, cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT)
     outcomes = {}
     for case in ElementTree.parse(results).iter("testcase"):
         kind = str(case.get("classname")).rpartition(".")[2]
@@ -132,7 +116,7 @@ def run(framework: str, file: str, folder: Path, label: str, tests: Iterable[str
     return Outcomes(outcomes, len(set(engines.read_text().splitlines())))
 
 
-def compare(framework: str, file: str, folder: Path) -> tuple[list[str], list[list[str]]]:
+def compare(framework: str, file: str, folder: Path) -> tuple[dict[str, str], list[dict[str, str]]]:
     """Return a row of the table of suites, and the rows of the table of failures."""
     start = partial(run, framework, file, folder)
     own, found = start("own"), start("patrickstar", SUBSTITUTE="1")
@@ -144,52 +128,43 @@ def compare(framework: str, file: str, folder: Path) -> tuple[list[str], list[li
     for test in sorted(lost):
         text = BF16 if test in in_fp32 else reason(found.of_tests.get(test, "the process ended"))
         reasons[text].append(test.rpartition("::")[2].replace("|", "/"))
-    both = own.passed & found.passed
-    counts = [len(own.of_tests), own.skipped, len(own.passed), found.trained, len(both), len(lost)]
-    name = f"{framework}: {Path(file).stem}"
-    failures = [[name, str(len(tests)), text, ", ".join(tests)] for text, tests in reasons.items()]
-    return [name, *map(str, counts)], failures
+    counts = {
+        "tests": len(own.of_tests),
+        "skipped": own.skipped,
+        "own pass": len(own.passed),
+        "create an engine": found.trained,
+        "pass with PatrickStar": len(own.passed & found.passed),
+        "fail though own pass": len(lost),
+    }
+    suite = {"suite": f"{framework}: {Path(file).stem}"}
+    failures = [
+        suite | {"tests": str(len(tests)), "reason": text, "names": ", ".join(tests)} for text, tests in reasons.items()
+    ]
+    return suite | {name: str(count) for name, count in counts.items()}, failures
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for framework in SUITES:
-        parser.add_argument(f"--{framework}", type=Path, help=f"checkout of {framework}'s repository")
-    parser.add_argument("--directory", type=Path, required=True, help="folder for models, datasets and results")
-    parser.add_argument("--only", default="", help="pattern of the files to run")
-    options = parser.parse_args()
+    given = options(__doc__, **dict.fromkeys(SUITES, ""), directory=Path, only="")
+    checkouts = {name: Path(getattr(given, name)) for name in SUITES if getattr(given, name)}
     suites, failures = [], []
-    for framework, files in SUITES.items():
-        checkout, folder = getattr(options, framework), options.directory.resolve() / framework
-        if checkout is None:
-            continue
+    for framework, checkout in checkouts.items():
+        folder = given.directory.resolve() / framework
         if not folder.exists():
             write_folder(framework, checkout, folder)
-        for file in files:
-            if re.search(options.only, file):
+        for file in SUITES[framework]:
+            if re.search(given.only, file):
                 row, reasons = compare(framework, file, folder)
                 suites.append(row)
                 failures += reasons
-    columns = [
-        "suite",
-        "tests",
-        "skipped",
-        "own pass",
-        "create an engine",
-        "pass with PatrickStar",
-        "fail though own pass",
-    ]
-    table = "\n".join(f"| {' | '.join(row)} |" for row in [columns, ["---"] * len(columns), *suites])
     versions = ", ".join(f"{name} {version(name)}" for name in (*SUITES, "transformers", "peft"))
-    checkouts = ", ".join(path.name for path in map(partial(getattr, options), SUITES) if path is not None)
     publish(
         "framework-suites",
         "cpu",
-        f"The frameworks' own tests ({checkouts}) with PatrickStar's classes in place of theirs ({versions}), every "
-        f"unused chunk evicted at each access.\n\n{table}\n\n"
+        f"The frameworks' own tests ({', '.join(path.name for path in checkouts.values())}) with PatrickStar's classes "
+        f"in place of theirs ({versions}), every unused chunk evicted at each access.\n\n{table(suites)}\n\n"
         f"Tests that pass with the framework's own classes and fail with these:",
-        ["suite", "tests", "reason", "names"],
         failures,
+        ["suite", "tests", "reason", "names"],
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 
-from report import RESULTS
+from report import publish_text, table
 
 import patrickstar as ps
 from patrickstar._models.open_models import OPEN_MODELS
@@ -57,23 +57,6 @@ COMPUTERS = (
 
 NONE = f"none from {SMALLEST} on"
 COLUMNS = ("card", "host memory", "disk", "plain PyTorch", "PatrickStar", "tokens/s", "s per step", "batch", "limit, s")
-
-INTRO = f"""\
-# largest_model
-
-The largest of {len(MODELS)} open models ({SMALLEST} to {LARGEST}) whose full fine-tuning with AdamW fits a card,
-by `patrickstar plan`: planned, not measured. Sequences of {SEQUENCE:,} tokens, bf16, the batch with the most tokens per
-second. {RESERVED_GIB} GiB of the card and {RESERVED_GB} GB of host memory are left to CUDA and the system. The disk is
-an NVMe drive of 2 TB that reads 7 GB/s and writes 5 GB/s.
-
-Times are estimates with full overlap of transfers and computation: the engine is not faster. The limit is what the
-busiest resource alone would take. An estimate divides memory at will and the engine in chunks, so that a batch may have
-to be smaller: a dry run, the default of `patrickstar plan`, finds out ([how](../../docs/planning.md)).
-
-Plain PyTorch has weights, gradients and moments in fp32 on the card ({PLAIN_BYTES} bytes per parameter, autocast), and
-the same activations as PatrickStar at batch 1 with activation checkpointing. PatrickStar has {MANAGED_BYTES} bytes per
-parameter, on card, host and disk together.
-"""
 
 
 @cache
@@ -142,11 +125,18 @@ def rows() -> Iterator[list[str]]:
 
 def main() -> None:
     """Print the table and write it to results/."""
-    text = INTRO + "\n"
-    for line in (COLUMNS, ["---"] * len(COLUMNS), *rows()):
-        text += f"| {' | '.join(line)} |\n"
-    print(text)
-    (RESULTS / "largest_model.md").write_text(text)
+    publish_text(
+        "largest_model",
+        count=len(MODELS),
+        smallest=SMALLEST,
+        largest=LARGEST,
+        sequence=SEQUENCE,
+        reserved_gib=RESERVED_GIB,
+        reserved_gb=RESERVED_GB,
+        plain_bytes=PLAIN_BYTES,
+        managed_bytes=MANAGED_BYTES,
+        table=table(list(rows()), COLUMNS),
+    )
 
 
 if __name__ == "__main__":

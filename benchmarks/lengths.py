@@ -1,19 +1,18 @@
 """Train with batches of 64 lengths in a budget that does not hold all parameters, and measure what libraries take.
 
-python benchmarks/lengths.py [--steps 500]
+python benchmarks/lengths.py [--steps 500] [--seed 1]
 Each variant is a separate process: with and without `engine.plan` before the first step, and with `torch._dynamo`
 imported before or by the engine. "Libraries" is resident memory beside tensors and chunks, which no budget counts.
 """
 
-import argparse
 import importlib
-import json
 import random
-import subprocess
-import sys
+from itertools import product
 
 import torch
-from report import publish
+from fresh_processes import apart
+from report import options, publish
+from steps import train_step
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import patrickstar as ps
@@ -29,61 +28,40 @@ def llama() -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(num_attention_heads=4, num_key_value_heads=2, use_cache=False, **shape)).train()
 
 
-def run(options: argparse.Namespace) -> dict[str, object]:
-    if options.imported:
+def run(planned: bool, imported: bool, steps: int, seed: int) -> dict[str, str]:
+    """Train in this process; return the row of a variant."""
+    if imported:
         importlib.import_module("torch._dynamo")
-    draw = random.Random(options.seed)
+    draw, libraries = random.Random(seed), []
     config = ps.Config(device="cpu", precision="fp32", device_memory=BUDGET, host_memory="16MiB")
-    engine, optimizer = ps.initialize(llama, config)
-    if options.planned:
+    engine, _ = ps.initialize(llama, config)
+    if planned:
         ids = torch.zeros(2, max(LENGTHS), dtype=torch.int64)
         engine.plan(input_ids=ids, labels=ids)
-    libraries = []
-    for _ in range(options.steps):
-        ids = torch.randint(0, VOCABULARY, (2, draw.choice(LENGTHS)))
-        engine.backward(engine(input_ids=ids, labels=ids).loss)
-        optimizer.step()
-        optimizer.zero_grad()
+    for _ in range(steps):
+        train_step(engine, torch.randint(0, VOCABULARY, (2, draw.choice(LENGTHS))))
         libraries.append(engine.stats.last.library_resident_peak_bytes)
     total = engine.stats.total
     engine.close(keep=False)
-    return {"libraries": libraries, "evictions": total.evictions, "steps": total.steps}
+    return {
+        "`engine.plan` first": "yes" if planned else "no",
+        "`torch._dynamo`": "before" if imported else "by the engine",
+        "steps run": f"{total.steps} of {steps}",
+        "evictions": str(total.evictions),
+        "libraries, step 1": format_size(libraries[0]),
+        "middle": format_size(libraries[steps // 2]),
+        "last": format_size(libraries[-1]),
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--seed", type=int, default=1)
-    for option in ("--planned", "--imported", "--one"):
-        parser.add_argument(option, action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.one:
-        print(json.dumps(run(options)))
-        return
-    rows = []
-    for planned in (False, True):
-        for imported in (False, True):
-            flags = ["--planned"] * planned + ["--imported"] * imported
-            arguments = ["--one", "--steps", str(options.steps), "--seed", str(options.seed), *flags]
-            done = subprocess.run([sys.executable, __file__, *arguments], check=True, capture_output=True, text=True)
-            result = json.loads(done.stdout.splitlines()[-1])
-            libraries = result["libraries"]
-            rows.append(
-                [
-                    "yes" if planned else "no",
-                    "before" if imported else "by the engine",
-                    f"{result['steps']} of {options.steps}",
-                    str(result["evictions"]),
-                    *(format_size(libraries[step]) for step in (0, len(libraries) // 2, -1)),
-                ]
-            )
+    given = options(__doc__, steps=500, seed=1)
     publish(
         "lengths",
         "cpu",
         f"A Llama of 0.2 million parameters, 2 x {min(LENGTHS)} to {max(LENGTHS)} tokens, {len(LENGTHS)} lengths at "
         f"random, {BUDGET} of device memory, fp32.",
-        ["`engine.plan` first", "`torch._dynamo`", "steps run", "evictions", "libraries, step 1", "middle", "last"],
-        rows,
+        [apart(run, *variant, given.steps, given.seed) for variant in product((False, True), repeat=2)],
     )
 
 

@@ -8,17 +8,14 @@ the peak minus the usage after the imports. Limit: chunks, the largest tensor an
 folder must contain the same bytes as the original.
 """
 
-import argparse
-import json
-import re
-import subprocess
-import sys
 import tempfile
-import time
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
-from report import publish
+from fresh_processes import apart, growth, resident_bytes
+from report import options, publish
 from transformers import AutoModelForCausalLM
 
 import patrickstar as ps
@@ -32,15 +29,6 @@ from patrickstar.integrations.transformers._model_folder import tensors_of
 SLACK_BYTES = 300 * 1000**2
 OPTIMIZERS = {"SGD": ps.SGD(lr=1e-3), "AdamW": ps.AdamW()}
 METHODS = [("transformers, then initialize", "SGD"), ("direct to chunks", "SGD"), ("direct to chunks", "AdamW")]
-
-
-def resident_bytes(field: str) -> int:
-    """Return resident memory: VmRSS is the current usage, VmHWM the peak since `reset_peak` or the process start."""
-    return 1024 * int(re.search(rf"{field}:\s+(\d+)", Path("/proc/self/status").read_text())[1])
-
-
-def reset_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
 
 
 def write_folder(folder: Path, preset: str) -> None:
@@ -61,9 +49,8 @@ def write_folder(folder: Path, preset: str) -> None:
 
 def same_bytes(source: Path, target: Path) -> bool:
     expected, actual = tensors_of(source), tensors_of(target)
-    if {key: (entry.dtype, entry.shape) for key, entry in expected.items()} != {
-        key: (entry.dtype, entry.shape) for key, entry in actual.items()
-    }:
+    shapes = [{key: (entry.dtype, entry.shape) for key, entry in each.items()} for each in (expected, actual)]
+    if shapes[0] != shapes[1]:
         return False
     for key, entry in expected.items():
         values = torch.empty(2, entry.numel, dtype=torch.bfloat16)
@@ -74,84 +61,58 @@ def same_bytes(source: Path, target: Path) -> bool:
     return True
 
 
-def run(options: argparse.Namespace) -> dict[str, object]:
+def run(source: Path, method: str, optimizer: str) -> dict[str, Any]:
     """Load, save and compare in this process."""
-    source, target = Path(options.run), Path(options.run).with_name("out")
-    config = ps.Config(device="cpu", optimizer=OPTIMIZERS[options.optimizer])
-    libraries = resident_bytes("VmRSS")
-    reset_peak()
-    start = time.perf_counter()
-    if options.method == "transformers, then initialize":
-        engine, _ = ps.initialize(AutoModelForCausalLM.from_pretrained(source), config)
-    else:
-        engine, _ = from_pretrained(source, config)
-    load_s, load_peak = time.perf_counter() - start, resident_bytes("VmHWM")
-    before = resident_bytes("VmRSS")
-    reset_peak()
-    start = time.perf_counter()
-    engine.save_pretrained(target, dtype="bf16")
-    save_s = time.perf_counter() - start
+    target, config = source.with_name("out"), ps.Config(device="cpu", optimizer=OPTIMIZERS[optimizer])
+    libraries, made = resident_bytes("VmRSS"), []
+
+    def load() -> None:
+        if method == "direct to chunks":
+            made.append(from_pretrained(source, config)[0])
+        else:
+            made.append(ps.initialize(AutoModelForCausalLM.from_pretrained(source), config)[0])
+
+    load_s, peak = growth(load)
+    save_s, save_peak = growth(partial(made[0].save_pretrained, target, dtype="bf16"))
     return {
         "libraries": libraries,
-        "peak": load_peak - libraries,
-        "chunks": engine.layout.model_data_bytes,
+        "peak": peak,
+        "chunks": made[0].layout.model_data_bytes,
         "load_s": load_s,
         "save_s": save_s,
-        "save_peak": resident_bytes("VmHWM") - before,
+        "save_peak": save_peak,
         "same": same_bytes(source, target),
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="gpt-0.7b")
-    parser.add_argument("--directory", type=Path, default=Path("."))
-    for name in ("run", "method", "optimizer"):
-        parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.run:
-        print(json.dumps(run(options)))
-        return
+    given = options(__doc__, model="gpt-0.7b", directory=Path("."))
     rows = []
     for method, optimizer in METHODS:
-        with tempfile.TemporaryDirectory(dir=options.directory) as scratch:
+        with tempfile.TemporaryDirectory(dir=given.directory) as scratch:
             folder = Path(scratch) / "in"
-            write_folder(folder, options.model)
-            stored = tensors_of(folder).values()
-            largest = max(2 * entry.numel for entry in stored)
-            nbytes = sum(2 * entry.numel for entry in stored)
-            command = [sys.executable, __file__, "--run", str(folder), "--method", method, "--optimizer", optimizer]
-            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-        result = json.loads(done.stdout.splitlines()[-1])
-        limit = result["chunks"] + largest + SLACK_BYTES
+            write_folder(folder, given.model)
+            sizes = [2 * entry.numel for entry in tensors_of(folder).values()]
+            result = apart(run, folder, method, optimizer)
+        limit = result["chunks"] + max(sizes) + SLACK_BYTES
         rows.append(
-            [
-                f"{method}, {optimizer}",
-                format_size(result["chunks"]),
-                f"{format_size(result['peak'])} of {format_size(limit)}",
-                format_size(result["libraries"]),
-                f"{result['load_s']:.1f} s",
-                f"{result['save_s']:.1f} s",
-                format_size(result["save_peak"]),
-                "yes" if result["same"] else "no",
-            ]
+            {
+                "method, optimizer": f"{method}, {optimizer}",
+                "chunks": format_size(result["chunks"]),
+                "peak RSS of limit": f"{format_size(result['peak'])} of {format_size(limit)}",
+                "libraries": format_size(result["libraries"]),
+                "load": f"{result['load_s']:.1f} s",
+                "save": f"{result['save_s']:.1f} s",
+                "extra RSS in save": format_size(result["save_peak"]),
+                "bit-identical after save": "yes" if result["same"] else "no",
+            }
         )
     publish(
         "load_model",
         "cpu",
-        f"{options.model} in bf16, a safetensors folder of {format_size(nbytes)} with a largest tensor of "
-        f"{format_size(largest)}, loaded into chunks in RAM and saved in bf16. Peak RSS excludes the usage of the "
+        f"{given.model} in bf16, a safetensors folder of {format_size(sum(sizes))} with a largest tensor of "
+        f"{format_size(max(sizes))}, loaded into chunks in RAM and saved in bf16. Peak RSS excludes the usage of the "
         f"libraries; its limit is chunks + the largest tensor + 300 MB. The folder may be in the page cache.",
-        [
-            "method, optimizer",
-            "chunks",
-            "peak RSS of limit",
-            "libraries",
-            "load",
-            "save",
-            "extra RSS in save",
-            "bit-identical after save",
-        ],
         rows,
     )
 

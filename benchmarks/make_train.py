@@ -1,12 +1,11 @@
 """Compare the command of `make train` with plain PyTorch in fp32: the same model, batches and settings.
 
-python benchmarks/make_train.py [--rounds 9] [--set device-memory=300MiB precision=fp32 ...]
+python benchmarks/make_train.py [--rounds 9] [--set "device-memory=300MiB precision=fp32 ..."]
 The settings are read from the Makefile; `--set` changes some. Plain PyTorch holds everything in memory and trains in a
 process of its own, so that its tensors do not count in the engine's budget. Steps of both alternate: while one runs,
 the other waits. The ratio is the median over pairs.
 """
 
-import argparse
 import multiprocessing
 import shlex
 import time
@@ -17,9 +16,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 
+import report
 import torch
 import typer
-from report import publish
+from steps import ratio_cells
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -102,11 +102,8 @@ def train_plainly(options: TrainOptions, connection: Connection) -> None:
 
 def main() -> None:
     """Train both sides in turns, and publish the ratio of their rates."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--set", nargs="*", default=[], metavar="OPTION=VALUE", help="options of the command")
-    given = parser.parse_args()
-    options = train_options(given.set)
+    given = report.options(__doc__, rounds=9, set="")
+    options = train_options(given.set.split())
     batches(options)  # trains the tokenizer, for both
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -127,36 +124,22 @@ def main() -> None:
         ours.send(False)
         plain.join()
         tokens = options.batch * options.sequence
-        (plain_s, engine_s), ratios = (
-            (median(pair[side][0] for pair in pairs) for side in (0, 1)),
-            sorted(plain[0] / engine[0] for plain, engine in pairs),
-        )
-        device = engine.device.type
-        data_bytes, budget_bytes = engine.layout.model_data_bytes, engine.device_budget_bytes
-        row = [
-            engine.config.precision,
-            f"{data_bytes / budget_bytes:.1f} x {format_size(budget_bytes)}",
-            f"{tokens / plain_s:,.0f}",
-            f"{tokens / engine_s:,.0f}",
-            f"{median(ratios):.3f}",
-            f"{ratios[0]:.3f} - {ratios[-1]:.3f}",
-            f"{pairs[-1][0][1]:.3f}, {pairs[-1][1][1]:.3f}",
-        ]
-    publish(
+        plain_s, engine_s = ([step[0] for step in side] for side in zip(*pairs, strict=True))
+        device, budget_bytes = engine.device.type, engine.device_budget_bytes
+        row = {
+            "engine's precision": engine.config.precision,
+            "model data": f"{engine.layout.model_data_bytes / budget_bytes:.1f} x {format_size(budget_bytes)}",
+            "plain tokens/s": f"{tokens / median(plain_s):,.0f}",
+            "engine tokens/s": f"{tokens / median(engine_s):,.0f}",
+            **ratio_cells(plain_s, engine_s),
+            f"losses of step {WARM_UP + given.rounds}": ", ".join(f"{loss:.3f}" for _, loss in pairs[-1]),
+        }
+    report.publish(
         "make_train",
         device,
         f"The command of `make train` ({options.model}, {options.batch} x {options.sequence} tokens per step) against "
         f"plain PyTorch in fp32 with its fused AdamW, which has all memory; steps alternate. CPU capability "
         f"{torch.backends.cpu.get_cpu_capability()}. Goal: at least 0.75.",
-        [
-            "engine's precision",
-            "model data",
-            "plain tokens/s",
-            "engine tokens/s",
-            "ratio (median of pairs)",
-            "range",
-            f"losses of step {WARM_UP + given.rounds}",
-        ],
         [row],
     )
 

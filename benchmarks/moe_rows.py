@@ -6,12 +6,11 @@ device budget of a quarter of the parameters. For both: bytes copied between the
 in a forward without gradients, and the bytes of the experts that get a token.
 """
 
-import argparse
 from collections.abc import Callable
 from functools import partial
 
 import torch
-from report import publish
+from report import options, publish
 from torch import nn
 from torch.nn import functional
 
@@ -77,12 +76,6 @@ def batches(tokens: int, experts: int, hidden: int, count: int) -> list[tuple[to
     ]
 
 
-def total_bytes(engine: ps.Engine) -> int:
-    """Return the bytes that have been copied between the tiers so far."""
-    counted = engine.inspect()
-    return counted.h2d_bytes + counted.d2h_bytes
-
-
 def copied_bytes(build: Callable[[], nn.Module], data: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[int, int]:
     """Return the mean bytes copied between the tiers in a step, and in a forward without gradients."""
     numel = sum(param.numel() for param in build().parameters())
@@ -90,44 +83,40 @@ def copied_bytes(build: Callable[[], nn.Module], data: list[tuple[torch.Tensor, 
     engine = ps.Engine(build, config, meter=NoMeter())
     figures = []
     for train in (True, False):
-        for number, (x, routes) in enumerate(data):
-            if number == WARM_UP:
-                before = total_bytes(engine)
+        copied = []
+        for x, routes in data:
             with torch.set_grad_enabled(train):
                 out = engine(x, routes)
             if train:
                 engine.backward(out.float().square().mean())
                 engine.optimizer.step()
-        after = total_bytes(engine)
-        figures.append((after - before) // (len(data) - WARM_UP))
+            counted = engine.inspect()
+            copied.append(counted.h2d_bytes + counted.d2h_bytes)
+        figures.append((copied[-1] - copied[WARM_UP - 1]) // STEPS)
     engine.close()
     return figures[0], figures[1]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--experts", type=int, default=16)
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[4, 64, 1024])
-    options = parser.parse_args()
-    expert_bytes = 2 * 4 * options.hidden**2
+    given = options(__doc__, layers=8, experts=16, hidden=256, tokens=[4, 64, 1024])
+    expert_bytes = 2 * 4 * given.hidden**2
     rows = []
-    for tokens in options.tokens:
-        data = batches(tokens, options.experts, options.hidden, WARM_UP + STEPS)
-        touched = sum(routes.unique().numel() for _, routes in data[WARM_UP:]) / STEPS * options.layers * expert_bytes
+    for tokens in given.tokens:
+        data = batches(tokens, given.experts, given.hidden, WARM_UP + STEPS)
+        touched = sum(routes.unique().numel() for _, routes in data[WARM_UP:]) / STEPS * given.layers * expert_bytes
         for name, kind in {"stacked": Stacked, "separate": Separate}.items():
-            build = partial(Layers, kind, options.layers, options.experts, options.hidden)
+            build = partial(Layers, kind, given.layers, given.experts, given.hidden)
             step, forward = copied_bytes(build, data)
-            rows.append([str(tokens), name, *(f"{nbytes / 1e6:.1f}" for nbytes in (touched, step, forward))])
+            figures = {"experts that get a token": touched, "training step": step, "forward without gradients": forward}
+            cells = {column: f"{nbytes / 1e6:.1f}" for column, nbytes in figures.items()}
+            rows.append({"tokens": str(tokens), "experts": name} | cells)
     publish(
         "moe-rows",
         "cpu",
-        f"Megabytes copied between the tiers, mean of {STEPS} steps after {WARM_UP}: {options.layers} layers with "
-        f"{options.experts} experts of {expert_bytes / 1e6:.2f} MB in bf16, "
-        f"{options.layers * options.experts * expert_bytes / 1e6:.1f} MB together, one expert per token and layer, a "
+        f"Megabytes copied between the tiers, mean of {STEPS} steps after {WARM_UP}: {given.layers} layers with "
+        f"{given.experts} experts of {expert_bytes / 1e6:.2f} MB in bf16, "
+        f"{given.layers * given.experts * expert_bytes / 1e6:.1f} MB together, one expert per token and layer, a "
         f"device budget of a quarter of them plus 4 MiB.",
-        ["tokens", "experts", "experts that get a token", "training step", "forward without gradients"],
         rows,
     )
 

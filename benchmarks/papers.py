@@ -10,15 +10,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import torch
-from report import publish
+from dry_runs import builder_of, dry_run, without_disk
+from report import filled, publish
 from torch import nn
 from transformers import T5ForConditionalGeneration
 
-import patrickstar as ps
-from patrickstar import Engine
-from patrickstar._dry_run.simulation import simulate
-from patrickstar._models.model_source import find_model
 from patrickstar._models.presets import PRESETS, T5_PRESETS
 from patrickstar._perf_model.gpt_costs import Gpt
 from patrickstar._perf_model.machine_spec import Machine, find_machine
@@ -38,6 +34,7 @@ LENGTHS = (512, 1024)
 MOST_LAYERS = 4096
 """More layers than any of these machines holds."""
 DELAYED = Path(__file__).parent / "results" / "delayed-cpu.md"
+ONE_GPU = Mesh()
 SMALL_BATCH = 8
 """Largest batch of the rows of `delayed-cpu.md` that are compared with the speedups of delayed updates."""
 
@@ -81,14 +78,10 @@ TFLOPS_OF_10B = 40
 """TFLOPS of ZeRO-Offload with 10B on one V100 (its abstract)."""
 
 
-def workload(shape: Gpt | T5, batch: int, checkpointing: bool = True) -> Workload:
+def workload(shape: Gpt | T5, batch: int, checkpointing: bool = True, mesh: Mesh = ONE_GPU) -> Workload:
     if isinstance(shape, T5):
-        return t5_workload(shape, batch, checkpointing)
-    return gpt_workload(shape, batch, checkpointing)
-
-
-def without_disk(machine: Machine) -> Machine:
-    return machine.model_copy(update={"disk": None})
+        return t5_workload(shape, batch, checkpointing, mesh)
+    return gpt_workload(shape, batch, checkpointing, mesh)
 
 
 def all_gpus_as_one(machine: Machine) -> Machine:
@@ -112,9 +105,7 @@ def all_gpus_as_one(machine: Machine) -> Machine:
 
 def build(preset: str) -> Callable[[], nn.Module]:
     if preset in PRESETS:
-        model, _ = find_model(preset).open(activation_checkpointing=True)
-        assert not isinstance(model, nn.Module)
-        return model
+        return builder_of(preset)
 
     def build_t5() -> nn.Module:
         config = T5_PRESETS[preset].config()
@@ -128,15 +119,7 @@ def build(preset: str) -> Callable[[], nn.Module]:
 
 def dry_run_s(preset: str, batch: int, sequence: int, machine: Machine) -> float:
     """Return the seconds of a dry-run step, with gradients clipped."""
-    ids = torch.zeros(batch, sequence, dtype=torch.int64)
-
-    def step(engine: ps.Engine) -> None:
-        engine.backward(engine(input_ids=ids, labels=ids).loss)
-        engine.clip_grad_norm_(1.0)
-        engine.optimizer.step()
-        engine.optimizer.zero_grad()
-
-    return simulate(Engine, build(preset), ps.Config(device="cpu"), step, machine).seconds
+    return dry_run(build(preset), machine, batch, sequence).seconds
 
 
 def error(ours: float, published: float) -> str:
@@ -159,7 +142,7 @@ def largest_rows() -> Iterator[list[str]]:
         machine = find_machine(case.machine)
         family = "T5" if isinstance(case.shape, T5) else "GPT"
         gpus = f"{case.machine}, {case.gpus} GPU{'s' if case.gpus > 1 else ''}"
-        ours = largest_billions(case, without_disk(machine))
+        ours = largest_billions(case, without_disk(case.machine))
         for system, published in case.published.items():
             figure = f"largest {family}, hidden {case.shape.hidden}, {system}"
             cells = [figure, gpus, f"1 x {case.shape.sequence}", f"{published:g}B", ""]
@@ -171,7 +154,7 @@ def largest_rows() -> Iterator[list[str]]:
 
 
 def throughput_row(case: Throughput, sequence: int) -> list[str]:
-    machine = without_disk(find_machine(SERVER))
+    machine = without_disk(SERVER)
     assert machine.gpu is not None
     gpus = machine.gpu.count
     work = workload(replace((PRESETS | T5_PRESETS)[case.preset], sequence=sequence), case.batch)
@@ -227,7 +210,7 @@ def delayed_row() -> list[str]:
 
 def effect_of_pcie() -> float:
     """Return the largest relative change of an estimated throughput if PCIe has the rate of Angel-PTM's paper."""
-    machine = without_disk(find_machine(SERVER))
+    machine = without_disk(SERVER)
     assert machine.gpu is not None and machine.links is not None
     nominal = machine.model_copy(update={"links": machine.links.model_copy(update={"h2d": PCIE, "d2h": PCIE})})
     works = [
@@ -238,56 +221,19 @@ def effect_of_pcie() -> float:
     return max(before / after - 1 for before, after in seconds)
 
 
-INTRO = """\
-Published figures of Angel-PTM (arXiv 2303.02868) and ZeRO-Offload (arXiv 2101.06840), and ours for the same machines.
-The machine specs cite the source of each rate; none is fitted to these figures. The estimate is `patrickstar plan`: a
-linear program for all GPUs of the server, which share host memory and links, with full overlap and the operations of
-formulas. The dry run is this engine with clipped gradients, and the operators that transformers' models execute. Both
-recompute activations.
-
-A dry run simulates one process. For a server it manages the whole model with the host memory and update rate of all
-processes; a chunk is copied over all links in parts and gathered between GPUs; one GPU computes its own batch. Each
-GPU then seems to hold whole chunks, where it holds a shard, so less stays on the device than would.
-
-What is not comparable:
-
-- Angel-PTM's paper does not give the sequence length, and samples/s are nearly inversely proportional to it. Each
-  throughput is therefore shown for 512 and for 1024 tokens (a T5: as many input as output tokens). The column *TFLOPS
-  per GPU* has what the published rate requires with recomputation; beyond {peak}, the data sheet's peak, that length
-  is impossible. Choosing the length with the smaller error, row by row, would be a fit.
-- We read its batch as samples per GPU, since 38, 10, 50 and 4 are not multiples of 8 GPUs, and samples/s as per
-  server. Its layers are not known to us; they follow from width and size. Throughputs are computed without the disk.
-- Largest models: ours is the deepest model for which some placement respects all capacities, with 14 bytes per
-  parameter. It is no simulation of the other systems' policies, so its error is the difference between policies: at
-  14 bytes, 28B and 55B take {small:.0f} and {large:.0f} GB of the {total:.1f} TB of host and GPUs. We do not know
-  whether Angel-PTM's 55B and 58B used the SSD.
-- ZeRO-Offload's 13B keeps all 16-bit parameters on its GPU, its 70B uses model parallelism (we: data parallelism),
-  and the abstract gives neither batch nor length, nor says whether TFLOPS count recomputation. Ours do.
-- ZeRO-Offload measures delayed updates against its own step without them; ours is against a step without overlap of
-  compute and update, for batches up to {batch} of models whose states are not all on the device.
-
-Why the errors: each estimate of samples/s is bound by computation, at the rate of large products on an A100 (225 TFLOPS
-for hidden 8192). At 512 tokens the published rates are 95 to 203 TFLOPS: the other system waits for more than
-computation, computes more slowly, or reads longer sequences. The dry run of a T5 is slower than its estimate, because
-transformers' T5 executes norms, and attention with position biases, as separate operators that are bound by GPU memory.
-One of a GPT can be faster, because checkpointing recomputes fewer products than the formulas count.
-
-Angel-PTM gives 32 GB/s for PCIe, the nominal rate; the spec has the measured 25. With 32, estimated throughputs
-change by at most {pcie:.1f} %."""
-
-
 def intro() -> str:
     machine = find_machine(SERVER)
     assert machine.gpu is not None
     sizes = [14 * PRESETS[name].numel / 1e9 for name in ("gpt-28b", "gpt-55b")]
-    return INTRO.format(
+    return filled(
+        "papers",
         peak=PEAK_TFLOPS,
         small=sizes[0],
         large=sizes[1],
         total=(machine.host.memory + machine.gpu.count * machine.gpu.memory) / 1e12,
         batch=SMALL_BATCH,
         pcie=100 * effect_of_pcie(),
-    )
+    ).rstrip()
 
 
 def main() -> None:
@@ -298,7 +244,7 @@ def main() -> None:
             print(rows[-1], flush=True)
     rows += [v100_row(), delayed_row()]
     columns = ["figure", "machine", "batch per GPU", "published", "TFLOPS per GPU"]
-    publish("papers", torch.device("cpu"), intro(), [*columns, "estimate", "error", "dry run", "error"], rows)
+    publish("papers", "cpu", intro(), rows, [*columns, "estimate", "error", "dry run", "error"])
 
 
 if __name__ == "__main__":

@@ -9,18 +9,17 @@ import tempfile
 import time
 from itertools import product
 
-import torch
+from dry_runs import builder_of, dry_run, without_disk
 from report import publish
 
 import patrickstar as ps
-from patrickstar import Engine
-from patrickstar._dry_run.simulation import simulate
 from patrickstar._layout.byte_size import format_size
 from patrickstar._models.model_source import find_model
 from patrickstar._perf_model.machine_spec import find_machine
 from patrickstar._perf_model.perf_model import estimate, min_transfer_bytes
 from patrickstar._plan.traced_model import language_model
 
+SEQUENCE = 1024
 CASES = (
     ("gpt-4b", "8xV100-32GB", 8, False),
     ("gpt-4b", "8xV100-32GB", 32, False),
@@ -32,43 +31,24 @@ CASES = (
     ("gpt-4b", "RTX4090-desktop", 8, True),
     ("gpt-8b", "RTX4090-desktop", 8, True),
 )
-"""Model, machine (one of its GPUs is used), sequences of 1024 tokens, and whether there is a disk."""
+"""Model, machine (one of its GPUs is used), sequences, and whether there is a disk."""
 
 
 def row(name: str, machine_name: str, batch: int, disk: bool, clipped: bool, directory: str) -> list[str]:
-    source, machine = find_model(name), find_machine(machine_name)
-    if not disk:
-        machine = machine.model_copy(update={"disk": None})
-    model, _ = source.open(True)
-    ids = torch.zeros(batch, 1024, dtype=torch.int64)
-
-    def step(engine: ps.Engine) -> None:
-        engine.backward(engine(input_ids=ids, labels=ids).loss, update=not clipped)
-        if clipped:
-            engine.clip_grad_norm_(1.0)
-        engine.optimizer.step()
-        engine.optimizer.zero_grad()
-
-    work = language_model(source, 1024).workloads(machine)(batch, True)
+    machine = find_machine(machine_name) if disk else without_disk(machine_name)
+    work = language_model(find_model(name), SEQUENCE).workloads(machine)(batch, True)
     start = time.perf_counter()
-    config = ps.Config(device="cpu", disk=ps.Disk(directory) if disk else None)
-    report = simulate(Engine, model, config, step, machine)
+    report = dry_run(builder_of(name), machine, batch, SEQUENCE, clipped, disk=ps.Disk(directory) if disk else None)
     duration_s = time.perf_counter() - start
-    min_link_bytes, min_disk_bytes = min_transfer_bytes(work, machine)
-    stats = report.stats
-    link_bytes = stats.h2d_bytes + stats.d2h_bytes
-    disk_bytes = stats.disk_read_bytes + stats.disk_write_bytes
-    best = estimate(work, machine)
+    stats, best = report.stats, estimate(work, machine)
+    moved = stats.h2d_bytes + stats.d2h_bytes, stats.disk_read_bytes + stats.disk_write_bytes
     return [
         name,
         f"{machine_name}{', disk' if disk else ''}",
-        f"{batch} x 1024",
+        f"{batch} x {SEQUENCE}",
         "clipped" if clipped else "update=True",
-        *_compared(link_bytes, min_link_bytes),
-        *_compared(disk_bytes, min_disk_bytes),
-        f"{best.bound_s:.2f} s",
-        f"{best.seconds:.2f} s",
-        f"{report.seconds:.2f} s",
+        *(cell for pair in zip(moved, min_transfer_bytes(work, machine), strict=True) for cell in _compared(*pair)),
+        *(f"{seconds:.2f} s" for seconds in (best.bound_s, best.seconds, report.seconds)),
         f"{report.seconds / best.bound_s:.2f}",
         f"{duration_s:.1f} s",
     ]
@@ -86,26 +66,15 @@ def main() -> None:
             print(rows[-1], flush=True)
     publish(
         "plans",
-        torch.device("cpu"),
+        "cpu",
         "Dry runs of large GPTs on machine specs, one GPU, activation checkpointing, with gradients clipped or with "
         "update=True. Bytes per step: dry run / minimum of any plan, by a linear program. The bound is the time of the "
         "busiest resource; the estimate assumes full overlap; the dry run is this engine.",
-        [
-            "model",
-            "machine",
-            "batch",
-            "step",
-            "host-device bytes",
-            "factor",
-            "disk bytes",
-            "factor",
-            "bound",
-            "estimate",
-            "dry run",
-            "dry run / bound",
-            "dry run duration",
-        ],
         rows,
+        [
+            *("model", "machine", "batch", "step", "host-device bytes", "factor", "disk bytes", "factor", "bound"),
+            *("estimate", "dry run", "dry run / bound", "dry run duration"),
+        ],
     )
 
 

@@ -8,15 +8,15 @@ Nothing is measured, so the result is the same on every machine; it is written t
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
+from fractions import Fraction
 
 from policy_simulator import Simulated, simulate
 from prefetch_policies import Conservative, LifeTime
+from report import publish_text, table
 
 from patrickstar._schedule.prefetch import AggressivePrefetch, DemandFetch, PrefetchPolicy
 from patrickstar._schedule.trace import Moment, Trace
 
-RESULT = Path(__file__).parent / "results" / "policies.md"
 POLICIES: tuple[type[PrefetchPolicy], ...] = (DemandFetch, AggressivePrefetch, Conservative, LifeTime)
 
 HIDDEN, VOCABULARY, LAYERS, TOKENS = 4096, 50_304, 48, 1024
@@ -57,36 +57,25 @@ def gpt(model: Model) -> tuple[int, list[tuple[int, int]], int]:
     return embedding, layers, model.chunk(VOCABULARY * HIDDEN * BYTES_PER_PARAM)
 
 
-def chain() -> Model:
-    """Return forward and backward with all activations saved."""
+def transformer(checkpointing: bool) -> Model:
+    """Return forward and backward of a GPT: with all activations saved, or only layer inputs."""
     model = Model()
     embedding, layers, head = gpt(model)
     model.run(embedding, 1, saves=INPUT)
     for attention, feed_forward in layers:
-        model.run(attention, 1, saves=ATTENTION_SAVES)
-        model.run(feed_forward, 1, saves=FEED_FORWARD_SAVES)
+        if checkpointing:
+            model.run(attention, 1, saves=INPUT + ATTENTION_SAVES, frees=ATTENTION_SAVES)
+            model.run(feed_forward, 1, saves=FEED_FORWARD_SAVES, frees=FEED_FORWARD_SAVES)
+        else:
+            model.run(attention, 1, saves=ATTENTION_SAVES)
+            model.run(feed_forward, 1, saves=FEED_FORWARD_SAVES)
     model.run(head, 3, saves=VOCABULARY * TOKENS * 4, frees=VOCABULARY * TOKENS * 4)
     for attention, feed_forward in reversed(layers):
+        if checkpointing:
+            model.run(attention, 1, saves=ATTENTION_SAVES)
+            model.run(feed_forward, 1, saves=FEED_FORWARD_SAVES)
         model.run(feed_forward, 2, frees=FEED_FORWARD_SAVES)
-        model.run(attention, 2, frees=ATTENTION_SAVES)
-    model.run(embedding, 2, frees=INPUT)
-    return model
-
-
-def checkpointed() -> Model:
-    """Return forward and backward with activation checkpointing: only layer inputs are saved."""
-    model = Model()
-    embedding, layers, head = gpt(model)
-    model.run(embedding, 1, saves=INPUT)
-    for attention, feed_forward in layers:
-        model.run(attention, 1, saves=INPUT + ATTENTION_SAVES, frees=ATTENTION_SAVES)
-        model.run(feed_forward, 1, saves=FEED_FORWARD_SAVES, frees=FEED_FORWARD_SAVES)
-    model.run(head, 3, saves=VOCABULARY * TOKENS * 4, frees=VOCABULARY * TOKENS * 4)
-    for attention, feed_forward in reversed(layers):
-        model.run(attention, 1, saves=ATTENTION_SAVES)
-        model.run(feed_forward, 1, saves=FEED_FORWARD_SAVES)
-        model.run(feed_forward, 2, frees=FEED_FORWARD_SAVES)
-        model.run(attention, 2, frees=ATTENTION_SAVES + INPUT)
+        model.run(attention, 2, frees=ATTENTION_SAVES + (INPUT if checkpointing else 0))
     model.run(embedding, 2, frees=INPUT)
     return model
 
@@ -121,7 +110,7 @@ def play(model: Model, policy: type[PrefetchPolicy], budget_bytes: int, rate: fl
     )
 
 
-def rows(name: str, model: Model) -> Iterable[list[str]]:
+def rows(name: str, model: Model) -> Iterable[dict[str, str]]:
     compute_s = sum(model.work)
     peak = max(moment.non_model_bytes for moment in model.moments)
     for part in (8, 4, 2):
@@ -129,46 +118,30 @@ def rows(name: str, model: Model) -> Iterable[list[str]]:
         demand = play(model, DemandFetch, budget_bytes, 1.0)
         balanced_rate = max(demand.fetched_bytes, demand.written_bytes) / compute_s
         for share in ("1/2", "1", "2"):
-            numerator, _, denominator = share.partition("/")
-            rate = balanced_rate * int(numerator) / int(denominator or 1)
-            results = [play(model, policy, budget_bytes, rate) for policy in POLICIES]
-            yield [
-                name,
-                f"1/{part}",
-                share,
-                *(f"{result.fetched_bytes / 2**30:.1f}" for result in results),
-                *(f"{result.written_bytes / 2**30:.1f}" for result in results),
-                *(f"{100 * result.stall_s / compute_s:.0f} %" for result in results),
-            ]
+            rate = balanced_rate * float(Fraction(share))
+            results = {policy.__name__: play(model, policy, budget_bytes, rate) for policy in POLICIES}
+            row = {"trace": name, "budget": f"1/{part}", "rate": share}
+            row |= {f"GiB in, {key}": f"{each.fetched_bytes / 2**30:.1f}" for key, each in results.items()}
+            row |= {f"GiB out, {key}": f"{each.written_bytes / 2**30:.1f}" for key, each in results.items()}
+            yield row | {f"stall, {key}": f"{100 * each.stall_s / compute_s:.0f} %" for key, each in results.items()}
+
+
+def described(name: str, model: Model) -> str:
+    peak_bytes = max(moment.non_model_bytes for moment in model.moments)
+    size = f"{sum(model.nbytes.values()) / 2**30:.1f} GiB in {len(model.nbytes)} chunks"
+    return f"{name}: {size}, {len(model.moments)} operators, non-model data up to {peak_bytes / 2**30:.1f} GiB"
 
 
 def main() -> None:
-    models = {"chain": chain(), "checkpointed": checkpointed(), "experts": experts()}
-    names = [policy.__name__ for policy in POLICIES]
-    columns = ["trace", "budget", "rate"]
-    columns += [f"{metric}, {name}" for metric in ("GiB in", "GiB out", "stall") for name in names]
-    table = [columns, ["---"] * len(columns), *(row for name, model in models.items() for row in rows(name, model))]
-    sizes = "; ".join(
-        f"{name}: {sum(model.nbytes.values()) / 2**30:.1f} GiB in {len(model.nbytes)} chunks, {len(model.moments)} "
-        f"operators, non-model data up to {max(moment.non_model_bytes for moment in model.moments) / 2**30:.1f} GiB"
-        for name, model in models.items()
+    models = {"chain": transformer(False), "checkpointed": transformer(True), "experts": experts()}
+    publish_text(
+        "policies",
+        gpt=f"a GPT of {LAYERS} layers, hidden size {HIDDEN}, {TOKENS} tokens",
+        experts=f"{EXPERT_LAYERS} layers of {EXPERTS} experts, of which each of {MICRO_BATCHES} micro-batches chooses "
+        f"{CHOSEN} at random (seed {SEED})",
+        sizes="; ".join(described(*each) for each in models.items()),
+        table=table([row for each in models.items() for row in rows(*each)]),
     )
-    text = (
-        "# policies\n\n"
-        "Transfers and stalls of one iteration, by simulation (`benchmarks/policy_simulator.py`): the third iteration "
-        "after a start with an empty device, bf16 parameters; a chunk is written at its last use. `chain` and "
-        f"`checkpointed` are a GPT of {LAYERS} layers, hidden size {HIDDEN}, {TOKENS} tokens; `experts` has "
-        f"{EXPERT_LAYERS} layers of {EXPERTS} experts, of which each of {MICRO_BATCHES} micro-batches chooses {CHOSEN} "
-        f"at random (seed {SEED}). Sizes: {sizes}.\n\n"
-        "Budget: memory for chunks at the peak of non-model data, as a fraction of all `param16` chunks. Rate: "
-        "bandwidth of each channel, as a multiple of the one that transfers the bytes of `DemandFetch` in exactly the "
-        "compute time; below 1 no policy can hide all transfers. Stall: time that computation waits, relative to "
-        "compute time. At most two chunks are prefetched at a time.\n\n"
-        + "\n".join(f"| {' | '.join(row)} |" for row in table)
-        + "\n"
-    )
-    print(text)
-    RESULT.write_text(text)
 
 
 if __name__ == "__main__":

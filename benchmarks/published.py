@@ -2,8 +2,8 @@
 
 python benchmarks/published.py
 
-Nothing is measured, so the result is the same on every machine; it is written to results/published.md. The published
-figures are in reference/patrickstar_published.csv, the policy in patrickstar_v043/simulation.py, the machine specs in
+Nothing is measured, so the result is the same on every machine. The published figures are in
+reference/patrickstar_published.csv, the policy in patrickstar_v043/simulation.py, the machine specs in
 _perf_model/machines/.
 """
 
@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from patrickstar_v043.simulation import best_step
+from report import publish_text, table
 
 from patrickstar._perf_model.gpt_costs import Gpt
 from patrickstar._perf_model.machine_spec import Machine, find_machine
@@ -23,7 +24,6 @@ from patrickstar._perf_model.workload import gpt_workload
 from patrickstar.errors import BudgetError
 
 REFERENCE = Path(__file__).parent / "reference" / "patrickstar_published.csv"
-RESULT = Path(__file__).parent / "results" / "published.md"
 NODE, HALF_NODE, PC, SUPERPOD = "8xV100-32GB", "8xV100-32GB-120GB", "700-dollar-pc", "8xA100-40GB"
 
 # The original's benchmark trains a BERT classifier with the shape of a GPT, the vocabulary of BERT and no head
@@ -97,11 +97,6 @@ def gpt_of(row: dict[str, str]) -> Gpt:
     return Gpt(int(row["layers"]), int(row["hidden"]), 16, VOCAB, head=False)
 
 
-def table(columns: list[str], rows: list[list[str]]) -> str:
-    lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
-    return "\n".join(lines + [f"| {' | '.join(row)} |" for row in rows]) + "\n"
-
-
 def errors_of(machine: Machine) -> list[float]:
     """Return the relative error of the simulation for each published point."""
     return [best_step(point.gpt, machine, point.gpus).tflops / point.tflops - 1 for point in points()]
@@ -122,27 +117,23 @@ def published_table(machine: Machine) -> str:
         step = best_step(point.gpt, machine, point.gpus)
         channels, placement = step.channels, step.placement
         seconds = (channels.compute_s, channels.h2d_s, channels.d2h_s, channels.collectives_s, channels.update_s)
+        shares = [f"{100 * part / channels.total_s:.0f} %" for part in seconds]
         rows.append(
-            [
-                point.model,
-                str(point.gpus),
-                f"{point.tflops:g}",
-                f"{step.tflops:.1f}",
-                f"{100 * error:+.1f} %",
-                str(step.batch),
-                f"{placement.chunk_numel >> 20}",
-                f"{placement.in_margin} of {placement.chunks}",
-                f"{channels.total_s:.1f}",
-                *(f"{100 * part / channels.total_s:.0f} %" for part in seconds),
-            ]
+            {
+                "model": point.model,
+                "GPUs": str(point.gpus),
+                "published": f"{point.tflops:g}",
+                "simulated": f"{step.tflops:.1f}",
+                "error": f"{100 * error:+.1f} %",
+                "batch": str(step.batch),
+                "chunk, Mi": f"{placement.chunk_numel >> 20}",
+                "in margin": f"{placement.in_margin} of {placement.chunks}",
+                "step, s": f"{channels.total_s:.1f}",
+                **dict(zip(("compute", "H2D", "D2H", "collectives", "update"), shares, strict=True)),
+            }
         )
-    columns = ["model", "GPUs", "published", "simulated", "error", "batch", "chunk, Mi", "in margin", "step, s"]
-    columns += ["compute", "H2D", "D2H", "collectives", "update"]
-    return (
-        table(columns, rows)
-        + f"\nWithin 10 %: {within(errors, 10)} of {len(errors)}. Within 20 %: {within(errors, 20)} of {len(errors)}. "
-        + f"Root mean square: {rms_percent(errors):.1f} %.\n"
-    )
+    shares = " ".join(f"Within {most} %: {within(errors, most)} of {len(errors)}." for most in (10, 20))
+    return f"{table(rows)}\n\n{shares} Root mean square: {rms_percent(errors):.1f} %.\n"
 
 
 def sensitivity_table(machine: Machine) -> str:
@@ -157,7 +148,7 @@ def sensitivity_table(machine: Machine) -> str:
             errors = errors_of(machine.model_copy(update={part: changed}))
             row.append(f"{rms_percent(errors):.1f} %, {within(errors, 10)} of {len(errors)}")
         rows.append(row)
-    return table(["constant", "20 % lower", "unchanged", "20 % higher"], rows)
+    return table(rows, ["constant", "20 % lower", "unchanged", "20 % higher"])
 
 
 def held_out_table() -> str:
@@ -166,7 +157,7 @@ def held_out_table() -> str:
         step = best_step(run.gpt, find_machine(run.machine), 1, batches=(run.batch,))
         error = step.tflops / run.tflops - 1
         rows.append([run.label, str(run.batch), f"{run.tflops:g}", f"{step.tflops:.1f}", f"{100 * error:+.1f} %"])
-    return table(["run", "batch", "published", "simulated", "error"], rows)
+    return table(rows, ["run", "batch", "published", "simulated", "error"])
 
 
 def original_fits(gpt: Gpt, machine: Machine, gpus: int) -> bool:
@@ -193,16 +184,6 @@ def claims() -> Iterator[tuple[Machine, int, dict[str, Gpt]]]:
     yield find_machine(PC), 1, short
 
 
-def claims_table(own: Fits | None = None) -> str:
-    """Format the largest models: of the paper, of the original policy, and of our policy if given."""
-    rows = []
-    for machine, gpus, family in claims():
-        simulated = largest(family, machine, gpus, original_fits)
-        ours = "" if own is None else largest(family, machine, gpus, own)
-        rows.append([machine.name, str(gpus), PAPER.get((machine.name, gpus), ""), simulated, ours])
-    return table(["machine", "GPUs", "paper", "simulated, original policy", "simulated, our policy"], rows)
-
-
 def own_fits(gpt: Gpt, machine: Machine, gpus: int) -> bool:
     """Return whether a model fits with the policy of this package (`perf_model.py`)."""
     try:
@@ -212,61 +193,39 @@ def own_fits(gpt: Gpt, machine: Machine, gpus: int) -> bool:
     return True
 
 
-def main(own: Fits = own_fits) -> None:
+def claims_table() -> str:
+    """Format the largest models: of the paper, of the original policy, and of our policy."""
+    rows = []
+    for machine, gpus, family in claims():
+        paper = PAPER.get((machine.name, gpus), "")
+        simulated, ours = (largest(family, machine, gpus, fits) for fits in (original_fits, own_fits))
+        rows.append([machine.name, str(gpus), paper, simulated, ours])
+    return table(rows, ["machine", "GPUs", "paper", "simulated, original policy", "simulated, our policy"])
+
+
+def main() -> None:
     node = find_machine(NODE)
     gpu, host, links = node.gpu, node.host, node.links
     assert gpu and links and links.gpu_gpu and host.core_bandwidth and host.page_lock
-    text = f"""# published
-
-Published throughput of the original PatrickStar (v0.4.3) on 1 and 8 V100 (arXiv 2108.05818), and a simulation of its
-policy (`patrickstar_v043/simulation.py`): 14 bytes per parameter, its margins, transfers without overlap, the best
-batch of 4, 8, 16, 32 and 64 sequences per GPU. TFLOPS of all GPUs, 8 operations per parameter and token. Published
-values are read from charts, to about 1 %. *In margin*: chunks per process whose optimizer states are on the GPU.
-
-{published_table(node)}
-One set of constants is used for all points; `_perf_model/machines/{NODE}.toml` cites their sources. Three constants are
-fitted jointly to the 16 figures:
-
-- update bandwidth of one core: {host.core_bandwidth / 1e9:g} GB/s,
-- host memory bandwidth: {host.memory_bandwidth / 1e9:g} GB/s; one process, with memory on one of two sockets, gets
-half, - eviction rate into memory that is page-locked anew for each chunk: {host.page_lock / 1e9:g} GB/s per process.
-
-The others are published measurements or data-sheet values:
-
-- matrix products of size n: {gpu.matmul_tflops:g} n / (n + {gpu.half_rate_size}) TFLOPS,
-- GPU memory: {gpu.memory_bandwidth / 1e9:g} GB/s,
-- PCIe: {links.h2d / 1e9:g} GB/s H2D and {links.d2h / 1e9:g} D2H, shared by {links.shared_by} GPUs,
-- collectives: {links.gpu_gpu / 1e9:g} GB/s per GPU.
-
-Sensitivity: root mean square of the errors, and number of points within 10 %, with one constant changed:
-
-{sensitivity_table(node)}
-Explanation: on one GPU, 12B runs at half the batch of 10B, because the checkpoints of 32 sequences leave no memory for
-chunks in the usable 80 % of the GPU. One process uses the memory of one socket; eight processes use both, but with one
-thread each, so four of twelve cores are idle. At the best batch, the margins of eight GPUs hold optimizer states of all
-models but 10B; the margin of one GPU holds those of 1B only.
-
-## Runs on other machines (not fitted)
-
-Two runs of the original on other machines, from logs published by its authors, simulated with the same policy and the
-specs of these machines:
-
-{held_out_table()}
-Only the eviction rate of the second machine is derived from the same profiles as its throughput.
-
-## Largest models
-
-The candidates are the models of the published figures, then {", ".join(BEYOND)}, the next shape in the original's
-scripts, then {", ".join(FURTHER)}, the same shape with more layers. On the PC, 0.7B is added and a sequence has 128
-tokens. An empty field means that no published figure is available. Our policy is `perf_model.py`; it has only been
-tested on one device so far.
-
-{claims_table(own)}
-On the PC, the original policy's rule of 80 % of the memory for chunks admits 1B. Its log shows 0.7B at 97 % of the
-memory: the data outside of chunks, which the rule ignores, is more than a fifth of 16 GB.
-"""
-    print(text)
-    RESULT.write_text(text)
+    publish_text(
+        "published",
+        published=published_table(node),
+        node=NODE,
+        core=host.core_bandwidth / 1e9,
+        memory=host.memory_bandwidth / 1e9,
+        page_lock=host.page_lock / 1e9,
+        gpu=gpu,
+        gpu_memory=gpu.memory_bandwidth / 1e9,
+        links=links,
+        h2d=links.h2d / 1e9,
+        d2h=links.d2h / 1e9,
+        gpu_gpu=links.gpu_gpu / 1e9,
+        sensitivity=sensitivity_table(node),
+        held_out=held_out_table(),
+        beyond=", ".join(BEYOND),
+        further=", ".join(FURTHER),
+        claims=claims_table(),
+    )
 
 
 if __name__ == "__main__":

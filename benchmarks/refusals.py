@@ -4,7 +4,6 @@ python benchmarks/refusals.py [--refused 200] [--seed 0] --directory DIR
 Draws are made until so many are refused. Each refusal, and each run of a named setting, is a process of its own.
 """
 
-import argparse
 import json
 import random
 import re
@@ -16,14 +15,13 @@ from typing import Any
 import torch
 from foresight import RAM, build, step_of
 from fresh_processes import in_fresh_processes
-from report import publish
+from report import options, publish
+from surprises import STEPS, run_steps
 
 import patrickstar as ps
 from patrickstar import Engine
 from patrickstar._dry_run.simulation import simulate
-from patrickstar.errors import BudgetError
 
-STEPS = 3
 NAMED = re.compile(r"Each of these alone is enough, verified by dry runs: (.*?)\. The dry run was refused")
 
 
@@ -79,20 +77,8 @@ def train(draw: dict, config: ps.Config, checkpointing: bool = False, sampled: b
             model.activation_checkpointing_enable({"use_reentrant": False})
         return model
 
-    try:
-        sample = {"input_ids": ids, "labels": ids} if sampled else None
-        engine, _ = ps.initialize(make, config, sample=sample)
-    except BudgetError as error:
-        return str(error)
-    step = step_of(draw)
-    try:
-        for _ in range(STEPS):
-            step(engine)
-    except BudgetError as error:
-        return str(error)
-    finally:
-        engine.close(keep=False)
-    return ""
+    sample = {"input_ids": ids, "labels": ids} if sampled else None
+    return run_steps(lambda: ps.initialize(make, config, sample=sample)[0], draw)
 
 
 def follow(setting: str, draw: dict, config: ps.Config, directory: str, apply: Callable[..., str]) -> str:
@@ -121,15 +107,11 @@ def try_draw(draw: dict, apply: Callable[..., Any], directory: str) -> tuple[str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--refused", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--directory", required=True)
-    options = parser.parse_args()
+    given = options(__doc__, refused=200, seed=0, directory=str)
     refused, beforehand, advised, without_batch = 0, 0, 0, 0
     tried, ran = Counter[str](), Counter[str]()
-    candidates = draws(MOST_DRAWS * options.refused, options.seed)
-    results = in_fresh_processes(partial(try_draw, directory=options.directory), candidates)
+    candidates = draws(MOST_DRAWS * given.refused, given.seed)
+    results = in_fresh_processes(partial(try_draw, directory=given.directory), candidates)
     for draw, (refusal, outcomes) in results:
         if "activations and accumulated gradients not counted" in refusal:
             without_batch += 1
@@ -145,17 +127,17 @@ def main() -> None:
                 print(json.dumps({"draw": draw, "setting": setting, "failure": failure}), flush=True)
         if refusal and not outcomes:
             print(json.dumps({"draw": draw, "without a setting": refusal}), flush=True)
-        if refused == options.refused:
+        if refused == given.refused:
             break
     publish(
         "refusals",
         "cpu",
-        f"{refused} random GPTs, batches and budgets that were refused (seed {options.seed}, fp32): {beforehand} "
+        f"{refused} random GPTs, batches and budgets that were refused (seed {given.seed}, fp32): {beforehand} "
         f"before training, by a sample batch, the others in the first step. {advised} refusals named settings that "
         f"suffice alone; each was followed once, in a fresh process, for {STEPS} steps. {without_batch} more were "
         f"refused before a batch was known; these refusals say that activations are not counted.",
-        ["setting", "named", "ran"],
         [[lever, str(tried[lever]), str(ran[lever])] for lever in sorted(tried)],
+        ["setting", "named", "ran"],
     )
 
 

@@ -1,22 +1,67 @@
-"""Output of the benchmarks: print a table with the machine's name and write it to results/."""
+"""Command line and output of the benchmarks: options, tables with the machine's name, files of results/."""
 
+import argparse
+from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from patrickstar._memory.machine_name import machine_name
 
-RESULTS = Path(__file__).parent / "results"
+HERE = Path(__file__).parent
+RESULTS = HERE / "results"
+Row = Mapping[str, str] | Sequence[str]
+"""Cells of a row, by column or in the order of the columns."""
 
 
-def publish(name: str, device: str, intro: str, columns: list[str], rows: list[list[str]]) -> str:
-    """Print a Markdown table, write it to results/NAME-DEVICE.md and return it."""
+def options(doc: str | None, **defaults: Any) -> argparse.Namespace:
+    """Read the command line: an option for each default, of its type.
+
+    A list takes several values, False is a flag, and a type in place of a default makes the option required.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in defaults.items():
+        flag = f"--{name.replace('_', '-')}"
+        if default is False:
+            parser.add_argument(flag, action="store_true")
+        elif isinstance(default, type):
+            parser.add_argument(flag, type=default, required=True)
+        elif isinstance(default, list):
+            parser.add_argument(flag, type=type(default[0]), nargs="+", default=default)
+        else:
+            parser.add_argument(flag, type=str if default is None else type(default), default=default)
+    return parser.parse_args()
+
+
+def table(rows: Sequence[Row], columns: Sequence[str] = ()) -> str:
+    """Return a Markdown table. Rows of cells by column need no columns."""
+    cells = [list(row.values()) if isinstance(row, Mapping) else row for row in rows]
+    columns = columns or list(rows[0] if rows else ())
     lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
-    lines += [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in cells)])
+
+
+def publish(name: str, device: str, intro: str, rows: Sequence[Row], columns: Sequence[str] = ()) -> None:
+    """Print a table and write it to results/NAME-DEVICE.md, with the machine's name."""
     machine = f"{machine_name(torch.device(device))}; PyTorch {torch.__version__}; {date.today()}"
-    text = f"{intro}\n\nMachine: {machine}.\n\n" + "\n".join(lines) + "\n"
-    print(text, flush=True)
+    text = f"{intro}\n\nMachine: {machine}.\n\n{table(rows, columns)}\n"
+    _write(f"{name}-{torch.device(device).type}", f"# {name}\n\n{text}", text)
+
+
+def publish_text(name: str, **values: Any) -> None:
+    """Print texts/NAME.md, with the values at their places, and write it to results/NAME.md."""
+    text = filled(name, **values)
+    _write(name, text, text)
+
+
+def filled(name: str, **values: Any) -> str:
+    """Return texts/NAME.md with the values at their places."""
+    return (HERE / "texts" / f"{name}.md").read_text().format(**values)
+
+
+def _write(name: str, text: str, printed: str) -> None:
+    print(printed, flush=True)
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}-{torch.device(device).type}.md").write_text(f"# {name}\n\n{text}")
-    return text
+    (RESULTS / f"{name}.md").write_text(text)

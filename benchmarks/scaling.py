@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from report import RESULTS
+from papers import workload
+from report import publish_text, table
 
 from patrickstar._layout.byte_size import format_size
 from patrickstar._memory.machine_name import machine_name
@@ -26,7 +27,7 @@ from patrickstar._perf_model.mesh import Mesh
 from patrickstar._perf_model.perf_model import Estimate, best_estimate, estimate
 from patrickstar._perf_model.replicas import with_smallest_replicas
 from patrickstar._perf_model.t5_costs import T5
-from patrickstar._perf_model.workload import Workload, Workloads, gpt_workload, t5_workload
+from patrickstar._perf_model.workload import Workloads
 from patrickstar.errors import BudgetError
 
 PICTURE = Path(__file__).parents[1] / "docs" / "scaling.svg"
@@ -93,12 +94,6 @@ PUBLISHED = (
 )
 
 
-def workload(shape: Gpt | T5, batch: int, checkpointing: bool, mesh: Mesh) -> Workload:
-    if isinstance(shape, T5):
-        return t5_workload(shape, batch, checkpointing, mesh)
-    return gpt_workload(shape, batch, checkpointing, mesh)
-
-
 def replicated(shape: Gpt | T5, batch: int, mesh: Mesh, machine: Machine) -> Mesh:
     """Return the mesh with the smallest replicas in which a model fits with recomputation."""
 
@@ -145,16 +140,8 @@ def cells(found: Estimate, sequence: int) -> list[str]:
     ]
 
 
-CELLS = [
-    "nodes per replica",
-    "step",
-    "limit",
-    "TFLOPS per GPU",
-    "limit",
-    "samples/s",
-    "samples/s per GPU",
-    "model data per process",
-]
+CELLS = ["nodes per replica", "step", "limit", "TFLOPS per GPU", "limit"]
+CELLS += ["samples/s", "samples/s per GPU", "model data per process"]
 
 
 def limit_tflops(found: Estimate) -> float:
@@ -195,27 +182,34 @@ def published_estimate(case: Published) -> Estimate | None:
     return step(case.shape, case.batch, mesh, case.machine)
 
 
-def published_rows() -> Iterator[list[str]]:
+def published_rows() -> Iterator[dict[str, str]]:
     for case in PUBLISHED:
         found = published_estimate(case)
-        row = [case.system, f"{case.shape.numel / 1e9:.1f}B", case.machine.name, str(case.gpus)]
-        row.append(f"{'fastest' if case.batch is None else case.batch} x {case.shape.sequence}")
+        row = {
+            "system": case.system,
+            "model": f"{case.shape.numel / 1e9:.1f}B",
+            "machine": case.machine.name,
+            "GPUs": str(case.gpus),
+            "batch per GPU": f"{'fastest' if case.batch is None else case.batch} x {case.shape.sequence}",
+            "published": f"{case.value:g} {case.unit}",
+        }
         if found is None:
-            yield [*row, f"{case.value:g} {case.unit}", "does not fit", "", ""]
+            yield row | {"estimate": "does not fit", "limit": "", "error": ""}
             continue
         ours = found.tflops if case.unit == "TFLOPS" else found.tokens_per_s / case.shape.sequence
-        limit = ours * found.seconds / found.bound_s
+        limit = f"{ours * found.seconds / found.bound_s:.1f}: {found.busiest.name}"
         error = f"{100 * (ours / case.value - 1):+.0f} %"
-        yield [*row, f"{case.value:g} {case.unit}", f"{ours:.1f}", f"{limit:.1f}: {found.busiest.name}", error]
+        yield row | {"estimate": f"{ours:.1f}", "limit": limit, "error": error}
 
 
-def planning_rows() -> Iterator[list[str]]:
+def planning_rows() -> Iterator[dict[str, str]]:
     for model, *options in PLANS:
         command = ["plan", "--machine", SERVER.name, "--model", model, *options]
         start, used_s = time.perf_counter(), _children_s()
         subprocess.run([sys.executable, "-m", "patrickstar", *command], check=True, capture_output=True)
         duration_s, used_s = time.perf_counter() - start, _children_s() - used_s
-        yield [f"`patrickstar {' '.join(command)}`", f"{duration_s:.1f} s", f"{used_s:.1f} s"]
+        row = {"command": f"`patrickstar {' '.join(command)}`", "duration": f"{duration_s:.1f} s"}
+        yield row | {"processor time": f"{used_s:.1f} s"}
 
 
 def _children_s() -> float:
@@ -246,78 +240,6 @@ def draw(gpt: dict[int, Estimate | None], moe: dict[int, Estimate | None]) -> No
     figure.savefig(PICTURE, metadata={"Date": None})
 
 
-def table(columns: list[str], rows: list[list[str]]) -> str:
-    lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
-    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
-
-
-TEXT = """\
-# scaling
-
-Estimates of `patrickstar plan` for clusters: full overlap, one linear program per mesh
-([how](../../docs/planning.md#clusters)). Nothing is fitted. The machine specs cite the source of each rate. Every
-figure has its limit beside it: what the busiest resource alone would take or allow.
-
-## From 8 to 768 GPUs
-
-The cluster consists of Angel-PTM's servers (`8xA100-40GB-11TB`), for which its paper gives 16 adapters of 12.5 GB/s.
-Its abstract says that experiments with GPT3-175B and T5-MoE-1.2T on hundreds of GPUs verify strong scalability. We know
-neither the figures of these experiments nor batch, length and the shape of the T5, so there is no error to state. The
-shape of T5-MoE-1.2T is assumed (`_models/presets.py`). Replicas are as small as fits in memory.
-
-GPT-175B, {gpt_batch} x {gpt_sequence} tokens per GPU, with recomputation:
-
-{gpt}
-
-On 8 GPUs the optimizer states are on disk. From {in_memory} GPUs on all model data are in memory, and a GPU trains
-{faster:.1f} times as fast as with a disk. From there to 768 GPUs, samples/s per GPU change by {change:.1%}.
-
-T5-MoE-1.2T, {t5_batch} x {t5_sequence} tokens per GPU and stack, with recomputation, experts over all processes:
-
-{moe}
-
-![TFLOPS per GPU from 8 to 768 GPUs](../../docs/scaling.svg)
-
-## 768 GPUs, divided in different ways
-
-Each at the batch per GPU, or per tensor-parallel group, with the most tokens per second, with recomputation or without.
-*Waits* is the part of the computation in collectives inside operators, *busiest* the load of the busiest process
-relative to the mean.
-
-{meshes}
-
-Tensor parallelism makes matrix products smaller and adds collectives that computation waits for. The fewer processes
-divide the experts, the more bytes does each process have of their parameters, copied and exchanged between nodes.
-
-## Against published figures
-
-{published}
-
-What is not comparable, and why the errors:
-
-- The estimate is a bound. All transfers overlap with computation, matrix products run at the rate of large ones (225
-  TFLOPS on an A100 at hidden 8192), and nothing else takes time. Where computation is the limit, the error is what a
-  system waits for anything else, and by how much its operators are slower.
-- ZeRO-3 runs with the same global batch on more GPUs. A step on 768 and on 1536 GPUs takes {zero_s}: with half of the
-  computation per GPU it is no shorter. So ZeRO-3 waits for its gathers, {slower:.0f} times as long as six bytes per
-  parameter and node take on eight adapters ({network:.1f} s). With full overlap at the rate of the adapters,
-  computation remains the limit.
-- FSDP was measured with SGD, which has no states, and offloads parameters and checkpoints. The machine is `8xA100-40GB`
-  with 400 Gb/s per node, of which we assume that collectives reach the same part as elsewhere, {wire:.0%}. The
-  checkpoints of 1T take {checkpoints:.0f} GB per GPU, which the estimate keeps on the device, so it does not fit.
-- DeepSpeed-MoE's table says 128 A100, and neither batch nor parallelism. Ours are the fastest batches on Angel-PTM's
-  servers, whose 16 adapters are as fast as the usual eight of 200 Gb/s.
-
-## Duration of planning
-
-The limit is 5 s. The load average was {load:.1f} on {cores} cores, so a duration can exceed the processor time.
-
-{planning}
-
-Machine: {machine}.
-"""
-
-
 def main() -> None:
     load = os.getloadavg()[0]
     gpt, moe = curve(GPT_175B, GPT_BATCH), curve(T5_MOE, T5_BATCH)
@@ -328,33 +250,29 @@ def main() -> None:
     slow = [(case, published_estimate(case)) for case in PUBLISHED[1:3]]
     took_s = [found.workload.all_operations / case.value / 1e12 for case, found in slow if found is not None]
     network_s = 6 * _175B.numel / SELENE.network.bandwidth if SELENE.network is not None else 0
-    text = TEXT.format(
+    publish_text(
+        "scaling",
         gpt_batch=GPT_BATCH,
         gpt_sequence=GPT_SEQUENCE,
         t5_batch=T5_BATCH,
         t5_sequence=T5_SEQUENCE,
-        gpt=table(["GPUs", *CELLS], list(curve_rows(gpt, GPT_SEQUENCE))),
-        moe=table(["GPUs", *CELLS], list(curve_rows(moe, T5_SEQUENCE))),
+        gpt=table(list(curve_rows(gpt, GPT_SEQUENCE)), ["GPUs", *CELLS]),
+        moe=table(list(curve_rows(moe, T5_SEQUENCE)), ["GPUs", *CELLS]),
         in_memory=in_memory[0].processes,
         faster=per_gpu[0] / (on_disk.tokens_per_s / on_disk.processes),
         change=max(per_gpu) / min(per_gpu) - 1,
-        meshes=table(["model", "tp", "ep", "batch", "recomputation", "waits", "busiest", *CELLS], list(mesh_rows())),
-        published=table(
-            ["system", "model", "machine", "GPUs", "batch per GPU", "published", "estimate", "limit", "error"],
-            list(published_rows()),
-        ),
+        meshes=table(list(mesh_rows()), ["model", "tp", "ep", "batch", "recomputation", "waits", "busiest", *CELLS]),
+        published=table(list(published_rows())),
         zero_s=" and ".join(f"{seconds:.0f} s" for seconds in took_s),
         slower=took_s[-1] / network_s,
         network=network_s,
         wire=WIRE_SHARE,
         checkpoints=_1T.checkpoint_bytes(4) / 1e9,
-        planning=table(["command", "duration", "processor time"], list(planning_rows())),
+        planning=table(list(planning_rows())),
         load=load,
         cores=os.cpu_count(),
         machine=machine_name(torch.device("cpu")),
     )
-    print(text)
-    (RESULTS / "scaling.md").write_text(text)
 
 
 if __name__ == "__main__":

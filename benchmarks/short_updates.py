@@ -6,19 +6,21 @@ on the strict device of the tests in timed mode, whose links copy as many elemen
 step takes as long as its updates if copies in both directions, the kernel and the worker threads' own work overlap.
 The simulated links are threads that copy memory, for which the kernel leaves a core. What they cost
 the kernel nevertheless is measured, too: the kernel on long spans, while two threads copy as many bytes at that rate.
+`--threads` are those of the kernel, `--variant` is its instruction set: avx512, avx2 or baseline.
 """
 
-import argparse
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 
 import torch
-from report import publish
+from report import options, publish
+from steps import alternating, ratio_of, seconds_of
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
@@ -98,33 +100,24 @@ class Noted:
         self.ended()
 
 
-def seconds_of(action: Callable[[], object]) -> float:
-    start_s = time.perf_counter()
-    action()
-    return time.perf_counter() - start_s
-
-
 def update_each(kernels: Kernels, spans: list[Span]) -> None:
     for span in spans:
         kernels.update([span], ())
 
 
-def short_spans(kernels: Kernels, work: Work, rounds: int) -> list[list[str]]:
+def short_spans(kernels: Kernels, work: Work, rounds: int) -> list[dict[str, str]]:
     """Return a row for each length of a call: its rate, and its ratio to the longest of the same round."""
     spans = {length: work.spans(1 << length) for length in LENGTHS}
-    taken: dict[int, list[float]] = {length: [] for length in LENGTHS}
-    update_each(kernels, spans[LENGTHS[0]])
-    for _ in range(rounds):
-        for length in LENGTHS:
-            taken[length].append(seconds_of(lambda length=length: update_each(kernels, spans[length])))
-    rows = []
-    for length in LENGTHS:
-        ratio = median(long_s / s for long_s, s in zip(taken[LENGTHS[0]], taken[length], strict=True))
-        seconds = median(taken[length])
-        rows.append(
-            [f"2^{length}", f"{NUMEL / seconds / 1e9:.2f}", f"{28 * NUMEL / seconds / 1e9:.1f}", f"{ratio:.2f}"]
-        )
-    return rows
+    by_length = alternating({length: partial(update_each, kernels, each) for length, each in spans.items()}, rounds)
+    return [
+        {
+            "elements per call": f"2^{length}",
+            "10^9 elements/s": f"{NUMEL / median(values) / 1e9:.2f}",
+            "GB/s": f"{UPDATE_BYTES * NUMEL / median(values) / 1e9:.1f}",
+            "of the rate at 2^26": f"{ratio_of(by_length[LENGTHS[0]], values):.2f}",
+        }
+        for length, values in by_length.items()
+    ]
 
 
 def beside_copies(kernels: Kernels, spans: list[Span], rate: float) -> float:
@@ -152,7 +145,7 @@ def beside_copies(kernels: Kernels, spans: list[Span], rate: float) -> float:
     return seconds
 
 
-def streamed(kernels: SuppliedKernels, work: Work, length: int, rounds: int) -> list[str]:
+def streamed(kernels: SuppliedKernels, work: Work, length: int, rounds: int) -> dict[str, str]:
     """Return a row: the rate of updates of parameters of 2^length elements beside the simulated accelerator."""
     count, numel = CHUNKS[length], CHUNKS[length] << length
     on_host = work.spans(1 << length)[:count]
@@ -173,62 +166,50 @@ def streamed(kernels: SuppliedKernels, work: Work, length: int, rounds: int) -> 
         accelerator.synchronize()
 
     step()
-    taken = []
+    results = []
     for _ in range(rounds):
         alone_s, copying_s = seconds_of(lambda: kernels.update(on_host, ())), beside_copies(kernels, on_host, rate)
         kernels.supplied_s = 0.0
         streamed_s = seconds_of(step)
-        taken.append((alone_s, copying_s, streamed_s, kernels.supplied_s))
+        results.append((alone_s, copying_s, streamed_s, kernels.supplied_s))
     updates.close()
     manager.close()
     strict_device.configure()
-    return [
-        f"{count} x 2^{length}",
-        f"{format_size(int(rate))}/s",
-        *(f"{numel / median(each[number] for each in taken) / 1e9:.2f}" for number in range(3)),
-        f"{median(alone_s / streamed_s for alone_s, _, streamed_s, _ in taken):.2f}",
-        f"{median(copying_s / streamed_s for _, copying_s, streamed_s, _ in taken):.2f}",
-        f"{median(supplied_s / streamed_s for *_, streamed_s, supplied_s in taken):.2f}",
-    ]
+    alone, copying, whole, supplied = zip(*results, strict=True)
+    return {
+        "parameters": f"{count} x 2^{length}",
+        "each link": f"{format_size(int(rate))}/s",
+        "kernel, 10^9 elements/s": f"{numel / median(alone) / 1e9:.2f}",
+        "kernel beside copies": f"{numel / median(copying) / 1e9:.2f}",
+        "streamed": f"{numel / median(whole) / 1e9:.2f}",
+        "streamed / kernel": f"{ratio_of(alone, whole):.2f}",
+        "streamed / kernel beside copies": f"{ratio_of(copying, whole):.2f}",
+        "time in which the kernel has a piece": f"{ratio_of(supplied, whole):.2f}",
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--threads", type=int, default=2, help="threads of the kernel")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--variant", help="instruction set of the kernel: avx512, avx2 or baseline")
-    options = parser.parse_args()
-    backend = CppBackend.find(options.variant, options.threads)
+    given = options(__doc__, threads=2, rounds=5, variant=None)
+    backend = CppBackend.find(given.variant, given.threads)
     assert backend is not None, "this installation has no C++ kernel; see `patrickstar doctor`"
     kernels, work = Kernels(backend), Work(NUMEL)
-    threads = max(1, options.threads - 1)
-    beside_links = SuppliedKernels(CppBackend.find(options.variant, threads))
-    name = "" if options.variant is None else f"_{options.variant}"
+    threads = max(1, given.threads - 1)
+    beside_links = SuppliedKernels(CppBackend.find(given.variant, threads))
+    name = "" if given.variant is None else f"_{given.variant}"
     publish(
         f"short_updates{name}",
         "cpu",
-        f"AdamW updates by {backend.name} on {options.threads} threads, bf16 parameters; medians of {options.rounds} "
+        f"AdamW updates by {backend.name} on {given.threads} threads, bf16 parameters; medians of {given.rounds} "
         f"rounds, ratios within a round. Limits: 0.9 at 2^19 elements, 0.7 at 2^16.",
-        ["elements per call", "10^9 elements/s", "GB/s", "of the rate at 2^26"],
-        short_spans(kernels, work, options.rounds),
+        short_spans(kernels, work, given.rounds),
     )
     publish(
         f"streamed_updates{name}",
         "cpu",
-        f"Updates beside a simulated accelerator by {backend.name} on {threads} threads; medians of "
-        f"{options.rounds} rounds, ratios within a round. Its links copy as fast as the kernel updates; they are two "
-        f"threads that copy memory, for which the kernel leaves a core. Limit: 0.9 of the kernel's rate.",
-        [
-            "parameters",
-            "each link",
-            "kernel, 10^9 elements/s",
-            "kernel beside copies",
-            "streamed",
-            "streamed / kernel",
-            "streamed / kernel beside copies",
-            "time in which the kernel has a piece",
-        ],
-        [streamed(beside_links, work, length, options.rounds) for length in CHUNKS],
+        f"Updates beside a simulated accelerator by {backend.name} on {threads} threads; medians of {given.rounds} "
+        f"rounds, ratios within a round. Its links copy as fast as the kernel updates; they are two threads that copy "
+        f"memory, for which the kernel leaves a core. Limit: 0.9 of the kernel's rate.",
+        [streamed(beside_links, work, length, given.rounds) for length in CHUNKS],
     )
 
 

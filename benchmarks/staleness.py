@@ -12,10 +12,9 @@ Lock-free updates follow a log that this script writes: between two steps a quar
 the reverse order of the chunks. That is the order on a disk whose rate is a quarter of what the exact step needs.
 """
 
-import argparse
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -28,7 +27,8 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from report import publish
+from report import options, publish, table
+from steps import train_step
 from torch.optim.lr_scheduler import LambdaLR
 
 import patrickstar as ps
@@ -48,6 +48,8 @@ AFTER, SWEEP_STEPS = 40, 4
 """First step with late updates, and steps in which lock-free updates sweep all pages."""
 DISK_SLOWER = 4
 """Time of the disk for all states, in steps without a disk: that of an exact or delayed step."""
+Tokens = list[NDArray[np.unsignedinteger]]
+"""Those of the training and of the validation."""
 UPDATES = "exact", "delayed", "lock-free"
 PICTURE = Path(__file__).parents[1] / "docs" / "staleness.svg"
 
@@ -86,24 +88,38 @@ def engine_of(model: str, update: ps.Delayed | ps.LockFree | None, seed: int, op
     source = find_model(model, None)
     torch.manual_seed(seed)
     build, weights = source.open(False)
-    config = ps.Config(
-        device="cpu",
-        device_memory="1GiB",
-        host_memory="1GiB",
-        chunk_size="64KiB",
-        update=update,
-        optimizer=optimizer,
-    )
+    budgets = {"device_memory": "1GiB", "host_memory": "1GiB", "chunk_size": "64KiB"}
+    config = ps.Config(device="cpu", update=update, optimizer=optimizer, **budgets)
     return ps.Engine(build, config, weights=weights, meter=NoMeter())
 
 
-def validation_loss(engine: ps.Engine, batches: list[torch.Tensor]) -> float:
+def validation_loss(trainer: Any, batches: list[torch.Tensor]) -> float:
     with torch.no_grad():
-        return fmean(engine(input_ids=ids, labels=ids).loss.item() for ids in batches)
+        return fmean(trainer(input_ids=ids, labels=ids).loss.item() for ids in batches)
+
+
+def learn(
+    trainer: Any, optimizer: Any, tokens: Tokens, steps: int, seed: int, measurements: int = MEASUREMENTS
+) -> list[float]:
+    """Train an engine or a reference trainer, and return the validation losses along the way."""
+    scheduler = LambdaLR(optimizer, partial(learning_rate_factor, warmup_steps=WARMUP_STEPS, steps=steps))
+    batches, held_out = (
+        iter(BatchSampler(part, SEQUENCE, BATCH, of)) for part, of in zip(tokens, (seed, 0), strict=True)
+    )
+    validation = [next(held_out) for _ in range(VALIDATION_BATCHES)]
+    found = []
+    for step in range(1, steps + 1):
+        train_step(trainer, next(batches), max_norm=MAX_NORM)
+        scheduler.step()
+        if step == steps and isinstance(trainer, ps.Engine):
+            trainer.optimizer.flush()
+        if step % (steps // measurements) == 0:
+            found.append(validation_loss(trainer, validation))
+    return found
 
 
 def losses(
-    model: str, steps: int, spec: ps.Optimizer, tokens: list[NDArray[np.unsignedinteger]], name: str, seed: int
+    model: str, steps: int, spec: ps.Optimizer, tokens: Tokens, name: str, seed: int
 ) -> tuple[list[float], float]:
     """Train on one thread, and return the validation losses and the mean staleness."""
     torch.set_num_threads(1)
@@ -118,27 +134,32 @@ def losses(
             write_log(path, json.loads(path.read_text())["chunks"], steps)
             update = ps.LockFree(after=AFTER, replay=path)
         engine = engine_of(model, update, seed, spec)
-    optimizer = engine.optimizer
-    scheduler = LambdaLR(optimizer, partial(learning_rate_factor, warmup_steps=WARMUP_STEPS, steps=steps))
-    batches = iter(BatchSampler(tokens[0], SEQUENCE, BATCH, seed))
-    held_out = iter(BatchSampler(tokens[1], SEQUENCE, BATCH, 0))
-    validation = [next(held_out) for _ in range(VALIDATION_BATCHES)]
-    found = []
-    for step in range(1, steps + 1):
-        ids = next(batches)
-        engine.backward(engine(input_ids=ids, labels=ids).loss)
-        engine.clip_grad_norm_(MAX_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
-        scheduler.step()
-        if step == steps:
-            optimizer.flush()
-        if step % (steps // MEASUREMENTS) == 0:
-            found.append(validation_loss(engine, validation))
+    found = learn(engine, engine.optimizer, tokens, steps, seed)
     staleness = engine.stats.total.staleness
     engine.close(keep=False)
     print(name, seed, f"{found[-1]:.4f}", flush=True)
     return found, staleness
+
+
+def tokens_of(model: str) -> Tokens:
+    """Return the tokens of nine tenths of the files of the standard library, and of every tenth one."""
+    vocabulary = find_model(model, None).vocabulary
+    training, held_out = split(standard_library())
+    tokenizer = train_tokenizer(training, vocabulary.size)
+    return [_encode(tokenizer, corpus, vocabulary) for corpus in (training, held_out)]
+
+
+def in_two_processes(run: Callable[[str, int], Any], names: Iterable[str], seeds: range) -> dict[tuple[str, int], Any]:
+    """Return the results for each name and seed."""
+    runs = list(product(names, seeds))
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+        return dict(zip(runs, pool.map(run, *zip(*runs, strict=True)), strict=True))
+
+
+def against(last: list[float], other: list[float]) -> tuple[float, float]:
+    """Return mean and standard deviation of the seeds' relative differences."""
+    ratios = [value / base - 1 for value, base in zip(last, other, strict=True)]
+    return fmean(ratios), stdev(ratios) if len(ratios) > 1 else 0.0
 
 
 def draw(means: dict[str, list[float]], steps: int) -> None:
@@ -159,61 +180,37 @@ def draw(means: dict[str, list[float]], steps: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--model", default="gpt-1m")
-    parser.add_argument("--rate", type=float, default=RATE)
-    parser.add_argument("--beta1", type=float, default=BETA1)
-    parser.add_argument("--seeds", type=int, default=SEEDS)
-    arguments = parser.parse_args()
-    published = (arguments.rate, arguments.beta1, arguments.seeds) == (RATE, BETA1, SEEDS)
-    seeds, spec = range(arguments.seeds), ps.AdamW(lr=arguments.rate, betas=(arguments.beta1, 0.999), weight_decay=0.01)
-    vocabulary = find_model(arguments.model, None).vocabulary
-    training, held_out = split(standard_library())
-    tokenizer = train_tokenizer(training, vocabulary.size)
-    tokens = [_encode(tokenizer, corpus, vocabulary) for corpus in (training, held_out)]
-    runs = list(product(UPDATES, seeds))
-    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-        run = partial(losses, arguments.model, arguments.steps, spec, tokens)
-        results = dict(zip(runs, pool.map(run, *zip(*runs, strict=True)), strict=True))
+    given = options(__doc__, steps=2000, model="gpt-1m", rate=RATE, beta1=BETA1, seeds=SEEDS)
+    published = (given.rate, given.beta1, given.seeds) == (RATE, BETA1, SEEDS)
+    seeds, spec = range(given.seeds), ps.AdamW(lr=given.rate, betas=(given.beta1, 0.999), weight_decay=0.01)
+    run = partial(losses, given.model, given.steps, spec, tokens_of(given.model))
+    results = in_two_processes(run, UPDATES, seeds)
     means = {
-        name: [fmean(results[name, seed][0][number] for seed in seeds) for number in range(MEASUREMENTS)]
+        name: [fmean(each) for each in zip(*(results[name, seed][0] for seed in seeds), strict=True)]
         for name in UPDATES
     }
     if published:
-        draw(means, arguments.steps)
+        draw(means, given.steps)
     rows = []
     for name in UPDATES:
-        last = [results[name, seed][0][-1] for seed in seeds]
-        exact = [results["exact", seed][0][-1] for seed in seeds]
-        quarters = [f"{means[name][MEASUREMENTS * quarter // 4 - 1]:.4f}" for quarter in (1, 2, 3, 4)]
-        staleness = fmean(results[name, seed][1] for seed in seeds)
-        ratios = [value / other - 1 for value, other in zip(last, exact, strict=True)]
-        by_seed = " ".join(f"{value:.4f}" for value in last)
-        rows.append(
-            [
-                name,
-                f"{staleness:.2f}",
-                *quarters,
-                by_seed,
-                f"{fmean(ratios):+.2%}",
-                f"{stdev(ratios) if len(seeds) > 1 else 0:.2%}",
-            ]
-        )
-    quarters = [f"step {arguments.steps * quarter // 4}" for quarter in (1, 2, 3, 4)]
+        last, exact = ([results[each, seed][0][-1] for seed in seeds] for each in (name, "exact"))
+        difference, deviation = against(last, exact)
+        row = {"update": name, "staleness": f"{fmean(results[name, seed][1] for seed in seeds):.2f}"}
+        for quarter in (1, 2, 3, 4):
+            row[f"step {given.steps * quarter // 4}"] = f"{means[name][MEASUREMENTS * quarter // 4 - 1]:.4f}"
+        row |= {"last, by seed": " ".join(f"{value:.4f}" for value in last)}
+        rows.append(row | {"last, against exact": f"{difference:+.2%}", "deviation": f"{deviation:.2%}"})
     intro = (
-        f"Validation loss of {arguments.model} on a held-out tenth of the files of the standard library, "
-        f"{BATCH} x {SEQUENCE} tokens per step, bf16, AdamW with a peak rate of {arguments.rate} and beta1 "
-        f"{arguments.beta1}, {WARMUP_STEPS} steps of warm-up and a cosine, gradients clipped to {MAX_NORM}: means of "
-        f"{len(seeds)} seeds. Updates are late from step {AFTER}; lock-free ones update a quarter of the pages between "
-        f"two steps. The last column is the standard deviation over the seeds of the one before. Curves: "
-        f"docs/staleness.svg."
+        f"Validation loss of {given.model} on a held-out tenth of the files of the standard library, {BATCH} x "
+        f"{SEQUENCE} tokens per step, bf16, AdamW with a peak rate of {given.rate} and beta1 {given.beta1}, "
+        f"{WARMUP_STEPS} steps of warm-up and a cosine, gradients clipped to {MAX_NORM}: means of {len(seeds)} seeds. "
+        f"Updates are late from step {AFTER}; lock-free ones update a quarter of the pages between two steps. The last "
+        f"column is the standard deviation over the seeds of the one before. Curves: docs/staleness.svg."
     )
-    columns = ["update", "staleness", *quarters, "last, by seed", "last, against exact", "deviation"]
     if published:
-        publish("staleness", "cpu", intro, columns, rows)
+        publish("staleness", "cpu", intro, rows)
     else:
-        print(intro, *(" | ".join(row) for row in (columns, *rows)), sep="\n")
+        print(intro, table(rows), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ Each draw is dry-run in one process and trained for three steps in another, rega
 directory, half of the draws have a disk. Draws run side by side, one per core: only memory matters.
 """
 
-import argparse
 import json
 import random
 from collections import Counter
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from foresight import RAM, build, step_of
 from fresh_processes import in_fresh_processes
-from report import publish
+from report import options, publish
 
 import patrickstar as ps
 from patrickstar import Engine
@@ -46,13 +45,28 @@ def draws(count: int, seed: int) -> list[dict]:
     ]
 
 
-def outcome(train: Callable[[ps.Config], object], config: ps.Config) -> str:
+def outcome(action: Callable[[], object]) -> str:
     """Return the message of the BudgetError of a run or dry run; empty if it succeeds."""
     try:
-        train(config)
+        action()
     except BudgetError as error:
         return str(error)
     return ""
+
+
+def run_steps(make: Callable[[], ps.Engine], draw: dict) -> str:
+    """Create an engine and train; return the message of the BudgetError, empty if there is none."""
+    step = step_of(draw)
+
+    def train() -> None:
+        engine = make()
+        try:
+            for _ in range(STEPS):
+                step(engine)
+        finally:
+            engine.close(keep=False)
+
+    return outcome(train)
 
 
 def options_of(draw: dict, directory: str | None, precision: str) -> ps.Config:
@@ -74,26 +88,12 @@ def options_of(draw: dict, directory: str | None, precision: str) -> ps.Config:
 def predict(draw: dict, config: ps.Config) -> str:
     """Predict with the dry run that `ps.initialize` does of a sample."""
     ids = torch.zeros(draw["batch"], draw["sequence"], dtype=torch.int64)
-
-    def train(config: ps.Config) -> None:
-        check = FitCheck(Engine, lambda: build(draw), torch.device("cpu"))
-        check.run(Trial(config, (), {"input_ids": ids, "labels": ids}))
-
-    return outcome(train, config)
+    check = FitCheck(Engine, lambda: build(draw), torch.device("cpu"))
+    return outcome(lambda: check.run(Trial(config, (), {"input_ids": ids, "labels": ids})))
 
 
 def train_draw(draw: dict, config: ps.Config) -> str:
-    step = step_of(draw)
-
-    def train(config: ps.Config) -> None:
-        engine = Engine(lambda: build(draw), config)
-        try:
-            for _ in range(STEPS):
-                step(engine)
-        finally:
-            engine.close(keep=False)
-
-    return outcome(train, config)
+    return run_steps(lambda: Engine(lambda: build(draw), config), draw)
 
 
 def compare(draw: dict, apply: Callable[..., Any], directory: str | None, precision: str) -> tuple[str, str]:
@@ -103,32 +103,26 @@ def compare(draw: dict, apply: Callable[..., Any], directory: str | None, precis
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--draws", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--directory")
-    parser.add_argument("--precision", default="bf16")
-    options = parser.parse_args()
+    given = options(__doc__, draws=200, seed=0, directory=None, precision="bf16")
     counts: Counter[tuple[bool, bool]] = Counter()
     for draw, (predicted, actual) in in_fresh_processes(
-        partial(compare, directory=options.directory, precision=options.precision),
-        draws(options.draws, options.seed),
+        partial(compare, directory=given.directory, precision=given.precision), draws(given.draws, given.seed)
     ):
         counts[not predicted, not actual] += 1
         if bool(predicted) != bool(actual):
             print(json.dumps({"draw": draw, "predicted": predicted, "actual": actual}), flush=True)
-    disks = "half of them with a disk tier" if options.directory else "none with a disk"
+    disks = "half of them with a disk tier" if given.directory else "none with a disk"
     publish(
         "surprises",
-        torch.device("cpu"),
-        f"{options.draws} random GPTs in {options.precision}, budgets and batches (seed {options.seed}), {disks}: "
-        f"prediction of a dry run, and outcome of {STEPS} training steps. Limits: a predicted fit always runs; a "
-        f"predicted misfit fails in at least 98 % of the cases.",
-        ["prediction", "ran", "failed with BudgetError"],
+        "cpu",
+        f"{given.draws} random GPTs in {given.precision}, budgets and batches (seed {given.seed}), {disks}: prediction "
+        f"of a dry run, and outcome of {STEPS} training steps. Limits: a predicted fit always runs; a predicted misfit "
+        f"fails in at least 98 % of the cases.",
         [
             [name, str(counts[fits, True]), str(counts[fits, False])]
             for name, fits in (("fits", True), ("does not fit", False))
         ],
+        ["prediction", "ran", "failed with BudgetError"],
     )
 
 

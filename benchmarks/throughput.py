@@ -1,109 +1,76 @@
 """Compare the engine with a plain PyTorch loop in the same mixed precision if everything fits: GPT-2 124M, bf16.
 
-python benchmarks/throughput.py [--precision bf16] [--batch 1] [--sequence 512] [--rounds 9]
+python benchmarks/throughput.py [--model gpt2-124m] [--precision bf16] [--batch 1] [--sequence 512] [--rounds 9]
 Steps of both alternate in one process, PyTorch with its fused AdamW; the ratio is the median over pairs. Before that,
 the losses of a few steps must be bit-identical to those of the reference trainer, whose AdamW is PyTorch's without
-fused multiply-adds.
+fused multiply-adds. bf16 needs AVX-512. On a GPU: make gpu CALLS=steps.
 """
 
 import argparse
-import time
+from collections.abc import Callable
 from functools import partial
 from statistics import median
+from typing import Any
 
 import torch
-from report import publish
-from transformers import GPT2LMHeadModel
+from report import options, publish
+from steps import alternating, gpt, ratio_cells, tokens, train_step
 
 import patrickstar as ps
-from patrickstar._models.presets import PRESETS
 from patrickstar.testing import ReferenceTrainer
 
 
-def build(checkpointing: bool) -> GPT2LMHeadModel:
-    config = PRESETS["gpt2-124m"].config()
-    config.use_cache = False
-    model = GPT2LMHeadModel(config).train()
-    if checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return model
-
-
-def timed_step(trainer, optimizer, ids) -> tuple[float, float]:
-    start = time.perf_counter()
-    loss = trainer(input_ids=ids, labels=ids).loss
-    trainer.backward(loss)
-    optimizer.step()
-    optimizer.zero_grad()
-    value = loss.item()
-    if ids.is_cuda:
-        torch.cuda.synchronize()
-    return time.perf_counter() - start, value
-
-
-def run(checkpointing: bool, options: argparse.Namespace) -> list[str]:
-    config = ps.Config(device=options.device, precision=options.precision)
-    fused = partial(torch.optim.AdamW, lr=config.optimizer.lr, weight_decay=config.optimizer.weight_decay, fused=True)
+def seeded(make: Callable[[], Any]) -> Any:
     torch.manual_seed(0)
-    reference = ReferenceTrainer(lambda: build(checkpointing), config)
-    torch.manual_seed(0)
-    plain_config = ps.Config(device=options.device, precision=options.precision, optimizer=fused)
-    plain = ReferenceTrainer(lambda: build(checkpointing), plain_config)
-    torch.manual_seed(0)
-    engine, optimizer = ps.initialize(lambda: build(checkpointing), config)
-    ids = torch.randint(0, 50257, (options.batch, options.sequence), device=engine.device)
+    return make()
+
+
+def run(checkpointing: bool, given: argparse.Namespace) -> dict[str, str]:
+    build = partial(gpt, given.model, checkpointing)
+    config = ps.Config(device="cpu", precision=given.precision)
+    adamw = {"lr": config.optimizer.lr, "weight_decay": config.optimizer.weight_decay}
+    fused = ps.Config(
+        device="cpu", precision=given.precision, optimizer=partial(torch.optim.AdamW, fused=True, **adamw)
+    )
+    makers = (
+        partial(ReferenceTrainer, build, config),
+        partial(ReferenceTrainer, build, fused),
+        partial(ps.Engine, build, config),
+    )
+    reference, plain, engine = (seeded(make) for make in makers)
+    ids = tokens(given.model, given.batch, given.sequence)
     for _ in range(3):  # warm-up, trace, and the first planned step
-        _, expected = timed_step(reference, reference.optimizer, ids)
-        _, loss = timed_step(engine, optimizer, ids)
+        expected, loss, _ = (train_step(each, ids).item() for each in (reference, engine, plain))
         assert loss == expected, f"losses differ: {expected} and {loss}"
-        timed_step(plain, plain.optimizer, ids)
     del reference
-    pairs = []
-    for _ in range(options.rounds):
-        plain_s, plain_loss = timed_step(plain, plain.optimizer, ids)
-        engine_s, engine_loss = timed_step(engine, optimizer, ids)
-        assert abs(plain_loss - engine_loss) < 0.01 * plain_loss, f"losses differ: {plain_loss} and {engine_loss}"
-        pairs.append((plain_s, engine_s))
+    losses: dict[str, list[float]] = {"plain": [], "engine": []}
+    seconds = alternating(
+        {
+            "plain": lambda: losses["plain"].append(train_step(plain, ids).item()),
+            "engine": lambda: losses["engine"].append(train_step(engine, ids).item()),
+        },
+        given.rounds,
+        warm_up=0,
+    )
+    for one, other in zip(*losses.values(), strict=True):
+        assert abs(one - other) < 0.01 * one, f"losses differ: {one} and {other}"
     transferred = engine.stats.last.h2d_bytes + engine.stats.last.d2h_bytes
     engine.close()
-    tokens = options.batch * options.sequence
-    plain_s, engine_s = median(p for p, _ in pairs), median(e for _, e in pairs)
-    ratio = median(p / e for p, e in pairs)
-    spread = sorted(p / e for p, e in pairs)
-    return [
-        "on" if checkpointing else "off",
-        f"{tokens / plain_s:,.0f}",
-        f"{tokens / engine_s:,.0f}",
-        f"{ratio:.3f}",
-        f"{spread[0]:.3f} - {spread[-1]:.3f}",
-        f"{transferred}",
-    ]
+    rate = {f"{side} tokens/s": f"{ids.numel() / median(values):,.0f}" for side, values in seconds.items()}
+    row = {"checkpointing": "on" if checkpointing else "off"} | rate | ratio_cells(seconds["plain"], seconds["engine"])
+    return row | {"bytes transferred per step": f"{transferred}"}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu", choices=["cpu"], help="on a GPU: make gpu CALLS=steps")
-    parser.add_argument("--precision", default="bf16", choices=["bf16", "fp32"], help="bf16 needs AVX-512")
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--sequence", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=9)
-    options = parser.parse_args()
+    given = options(__doc__, model="gpt2-124m", precision="bf16", batch=1, sequence=512, rounds=9)
     publish(
         "throughput",
-        options.device,
-        f"GPT-2 124M shape, {options.precision}, {options.batch} x {options.sequence} tokens per step, everything "
-        f"fits. Both sides run the same operators, which limits the ratio to 1, except for the update: one pass over "
-        f"memory, while plain PyTorch casts before and after its fused AdamW. Goal: at least 0.95. The losses of the "
-        f"first steps are bit-identical to the reference.",
-        [
-            "checkpointing",
-            "plain tokens/s",
-            "engine tokens/s",
-            "ratio (median of pairs)",
-            "range",
-            "bytes transferred per step",
-        ],
-        [run(checkpointing, options) for checkpointing in (False, True)],
+        "cpu",
+        f"GPT-2 124M shape, {given.precision}, {given.batch} x {given.sequence} tokens per step, everything fits. Both "
+        f"sides run the same operators, which limits the ratio to 1, except for the update: one pass over memory, "
+        f"while plain PyTorch casts before and after its fused AdamW. Goal: at least 0.95. The losses of the first "
+        f"steps are bit-identical to the reference.",
+        [run(checkpointing, given) for checkpointing in (False, True)],
     )
 
 

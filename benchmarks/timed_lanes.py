@@ -7,7 +7,6 @@ run; threads, streams, events and waits are the engine's own. So the ratio shows
 that its dry run predicts. Model and machine are small, so that real work takes little of the simulated time.
 """
 
-import argparse
 import sys
 import threading
 import time
@@ -20,7 +19,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from report import publish
+from report import options, publish
 from torch import nn
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
@@ -238,59 +237,53 @@ def measure(case: Case, clipped: bool, budget: int, steps: int) -> Measurement:
 
     operators = strict_device.OperatorTimes(seconds_of, strict_device.extension.charge)
     kernels = TimedKernels(Kernels.best(torch.device("cpu")), machine, operators)
-    step, taken, timer = step_of(batch, clipped), [], StepTimer()
+    step, measured, timer = step_of(batch, clipped), [], StepTimer()
     with Engine(build, configured("strict", budget), kernels=kernels) as engine, operators:
         for _ in range(WARM_UP_STEPS + steps):
             before = operators.charged_s, kernels.host.busy_s
             step(engine)
             timer.end_step()
             after = operators.charged_s, kernels.host.busy_s
-            taken.append([end - start for start, end in zip(before, after, strict=True)])
+            measured.append([end - start for start, end in zip(before, after, strict=True)])
         seconds = timer.close()
         stats = engine.stats.last
     strict_device.configure()
-    compute_s, update_s = (median(values) for values in zip(*taken[WARM_UP_STEPS:], strict=True))
+    compute_s, update_s = (median(values) for values in zip(*measured[WARM_UP_STEPS:], strict=True))
     return Measurement(median(seconds[-steps:]), compute_s, update_s, stats)
 
 
-def row(case: Case, clipped: bool, steps: int) -> list[str]:
+def row(case: Case, clipped: bool, steps: int) -> dict[str, str]:
     predicted = predict(case, clipped)
     measured = measure(case, clipped, predicted.device_budget_bytes, steps)
     ratio = measured.seconds / predicted.seconds
     update_s = next(used.busy_s for used in predicted.channels if used.name == "update on the host")
-    return [
-        case.name,
-        "clipped" if clipped else "update=True",
-        f"{predicted.compute_s:.2f} / {measured.compute_s:.2f} s",
-        f"{update_s:.2f} / {measured.update_s:.2f} s",
-        *(
-            f"{format_size(getattr(predicted.stats, name))} / {format_size(getattr(measured.stats, name))}"
-            for name in ("h2d_bytes", "d2h_bytes")
-        ),
-        f"{predicted.stats.speculation_hits} / {measured.stats.speculation_hits} of {measured.stats.speculated}",
-        f"{predicted.bound_s:.2f} s",
-        f"{predicted.seconds:.2f} s",
-        f"{measured.seconds:.2f} s",
-        f"{ratio:.2f}{'' if abs(ratio - 1) <= LIMIT else ' (!)'}",
-    ]
+    both = predicted.stats, measured.stats
+    return {
+        "case": case.name,
+        "step": "clipped" if clipped else "update=True",
+        "compute": f"{predicted.compute_s:.2f} / {measured.compute_s:.2f} s",
+        "update on the host": f"{update_s:.2f} / {measured.update_s:.2f} s",
+        "to the device": " / ".join(format_size(stats.h2d_bytes) for stats in both),
+        "to the host": " / ".join(format_size(stats.d2h_bytes) for stats in both),
+        "updates in backward": " / ".join(f"{stats.speculation_hits}" for stats in both)
+        + f" of {measured.stats.speculated}",
+        "bound": f"{predicted.bound_s:.2f} s",
+        "dry run": f"{predicted.seconds:.2f} s",
+        "measured": f"{measured.seconds:.2f} s",
+        "measured / dry run": f"{ratio:.2f}{'' if abs(ratio - 1) <= LIMIT else ' (!)'}",
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", nargs="+", default=[case.name for case in CASES])
-    parser.add_argument("--steps", type=int, default=5, help="measured steps after the warm-up")
-    options = parser.parse_args()
+    given = options(__doc__, cases=[case.name for case in CASES], steps=5)
     streamed_update.PIECE_NUMEL = PIECE_NUMEL
     rows = []
-    for case in (case for case in CASES if case.name in options.cases):
+    for case in (case for case in CASES if case.name in given.cases):
         for clipped in (True, False):
-            rows.append(row(case, clipped, options.steps))
-            print(rows[-1], flush=True)
-    if len(rows) == 2 * len(CASES):
-        publish_table(rows)
-
-
-def publish_table(rows: list[list[str]]) -> None:
+            rows.append(row(case, clipped, given.steps))
+            print(list(rows[-1].values()), flush=True)
+    if len(rows) < 2 * len(CASES):
+        return
     publish(
         "timed_lanes",
         "strict",
@@ -298,19 +291,6 @@ def publish_table(rows: list[list[str]]) -> None:
         f"{LAYERS} blocks of width {WIDTH}, {PARAM_NUMEL:,} parameters, {ROWS} rows, chunks of {CHUNK}. Seconds of a "
         f"step: medians after {WARM_UP_STEPS} steps; limit {LIMIT:.0%}, others are marked. Gradients are clipped at a "
         f"norm that they do not reach, or updated with update=True.",
-        [
-            "case",
-            "step",
-            "compute",
-            "update on the host",
-            "to the device",
-            "to the host",
-            "updates in backward",
-            "bound",
-            "dry run",
-            "measured",
-            "measured / dry run",
-        ],
         rows,
     )
 

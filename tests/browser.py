@@ -14,7 +14,7 @@ VIEWS = [("light", 1280), ("dark", 390)]
 
 
 @contextmanager
-def opened_page(path: Path, scheme: str, width: int) -> Iterator[Any]:
+def opened_page(path: Path, color_scheme: str, width: int) -> Iterator[Any]:
     """Open a page; its `problems` are errors and requests. Skip the test, with the reason, if there is no browser."""
     if CHROMIUM is None:
         pytest.skip("Chromium is not installed: apt install chromium")
@@ -23,7 +23,7 @@ def opened_page(path: Path, scheme: str, width: int) -> Iterator[Any]:
     )
     with playwright.sync_playwright() as started:
         browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        opened = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme).new_page()
+        opened = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=color_scheme).new_page()
         opened.problems = []
         opened.on("console", lambda message: opened.problems.append(message.text) if message.type == "error" else None)
         opened.on("pageerror", lambda error: opened.problems.append(str(error)))

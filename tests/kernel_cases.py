@@ -53,7 +53,7 @@ _AROUND = 7.0
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are alike to the bit, NaN included."""
+    """Return True if two tensors are alike to the bit, NaN included."""
     bits = {4: torch.int32, 2: torch.int16, 1: torch.uint8}[one.dtype.itemsize]
     return one.dtype == other.dtype and torch.equal(one.view(bits), other.cpu().view(bits))
 
@@ -76,10 +76,10 @@ def state_dtype(rule: Rule) -> torch.dtype:
     return torch.uint8 if isinstance(rule, Adam8bitRule) else torch.float32
 
 
-def check_update(implementation, rule: Rule, dtype: torch.dtype, device: str = "cpu") -> None:
+def check_update(implementation, rule: Rule, dtype: torch.dtype, device: str = "cpu", cases=CASES) -> None:
     """Compare an implementation's update with the list's, in place and into another dtype's memory."""
     generator = torch.Generator().manual_seed(0)
-    for numel, first, earlier, scales in CASES:
+    for numel, first, earlier, scales in cases:
 
         def drawn(kind=torch.float32, numel=numel, first=first):
             around = torch.full((first + numel + 5,), _AROUND, dtype=kind)
@@ -104,10 +104,10 @@ def check_update(implementation, rule: Rule, dtype: torch.dtype, device: str = "
                 assert same_bits(listed, ours), (index, numel, first, earlier, scales, in_place)
 
 
-def check_rounding(implementation, dtype: torch.dtype, device: str = "cpu") -> None:
-    """Compare how masters are rounded: every upper half of a float32, with the lower halves that decide ties."""
+def check_rounding(implementation, dtype: torch.dtype, device: str = "cpu", stride: int = 1) -> None:
+    """Compare how masters are rounded: every upper half of a float32, or one of `stride`, with halves about ties."""
     lower = torch.tensor([0, 1, 0xFFF, 0x1000, 0x1001, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=torch.int32)
-    upper = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32)
+    upper = torch.arange(-(1 << 15), 1 << 15, stride, dtype=torch.int32)
     masters = (upper[:, None] * (1 << 16) + lower).flatten().view(torch.float32)
     results = []
     for one, place in ((implementation, device), (EagerBackend(), "cpu")):
@@ -116,8 +116,8 @@ def check_rounding(implementation, dtype: torch.dtype, device: str = "cpu") -> N
         still = SGDRule(0.0, 0.0, 0.0, 0.0, False, 1)  # adds a negative zero, which changes nothing
         one.update([Span(param, Gradient(torch.zeros_like(param)), master, (), still)], ())
         results.append((param, master))
-    (param, master), (listed, kept) = results
-    assert same_bits(kept, master)
+    (param, master), (listed, expected) = results
+    assert same_bits(expected, master)
     assert same_bits(listed, param)
 
 

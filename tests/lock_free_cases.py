@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import speculation_cases as cases
-import torch
+from seeded import assert_same_model, engine_of, reference_of
 from speculation_cases import DELAYED_EVENTS, PARAM16_BYTES, build
 
 import patrickstar as ps
@@ -35,16 +35,19 @@ def config_of(update: ps.LockFree, *, precision: str = "bf16", **options: Any) -
 
 def engine_with(config: ps.Config, **hooks: Any) -> Engine:
     """Create an engine that poisons freed memory and has small pages."""
-    torch.manual_seed(0)
-    return Engine(build, config, **dict(meter=testing.NoMeter(), poison=True, page_bytes=8192) | hooks)
+    return engine_of(build, config, page_bytes=8192, **hooks)
 
 
-def reference_with(config: ps.Config, log: Path) -> testing.ReferenceTrainer:
-    """Create the reference that follows a log."""
+def replaying(config: ps.Config, log: Path, **options: Any) -> ps.Config:
+    """Return the configuration of a replay."""
     update = config.update.model_copy(update={"replay": log, "log": None})
-    plain = config.model_copy(update={"update": update, "device_memory": None, "host_memory": None, "disk": None})
-    torch.manual_seed(0)
-    return testing.ReferenceTrainer(build, plain, testing.LockFreeOptimizer)
+    return config.model_copy(update={"update": update} | options)
+
+
+def reference_with(config: ps.Config, log: Path, model_func: Callable[[], Any] = build) -> testing.ReferenceTrainer:
+    """Create the reference that follows a log."""
+    plain = replaying(config, log, device_memory=None, host_memory=None, disk=None)
+    return reference_of(model_func, plain, testing.LockFreeOptimizer)
 
 
 def run_three(
@@ -55,11 +58,7 @@ def run_three(
     replayed: dict[str, Any] | None = None,
     **options: Any,
 ) -> ps.StepStats:
-    """Run with a log, replay the log with other options, and follow it in plain PyTorch; compare all bits.
-
-    Returns:
-        Statistics of the first run.
-    """
+    """Run with a log, replay it with other options, follow it in plain PyTorch; compare all bits; return statistics."""
     log = folder / "updates.jsonl"
     log.unlink(missing_ok=True)
     hooks = {name: options.pop(name) for name in ("evict_everything",) if name in options}
@@ -75,8 +74,7 @@ def run_three(
     again = config_of(ps.LockFree(after=after, replay=log, **late), **options | (replayed or {}))
     with engine_with(again, **hooks) as engine:
         testing.assert_same_bits(found, script(engine), "results of the replay")
-        testing.assert_same_bits(state, engine.state_dict(), "parameters of the replay")
-        testing._assert_same_states(optimizer, engine.optimizer.state_dict())
+        assert_same_model(reference, engine, "replay: ")
     return stats
 
 

@@ -12,7 +12,7 @@ from hypothesis import settings
 NIGHTLY = "nightly"
 """Hypothesis profile of `make nightly`."""
 FAST_SHARE = 4
-THINNED = ("precision", "ending", "room")
+THINNED = ("precision", "ending", "room", "recomputing", "without_grad")
 """Parameters of tests of which `make test` runs one value per case."""
 
 # No deadlines: a test must not fail because the machine is busy.
@@ -38,21 +38,21 @@ def fast(items: list[pytest.Item]) -> list[pytest.Item]:
         if item.get_closest_marker("pairwise") is not None:
             pairwise.setdefault(item.nodeid.split("[")[0], []).append(item)
     in_pairs = {item for group in pairwise.values() for item in group}
-    kept = set(one_value_each([item for item in items if item not in in_pairs]))
+    selected = set(one_value_each([item for item in items if item not in in_pairs]))
     for group in pairwise.values():
-        kept.update(every_pair(group))
-    return [item for item in items if item in kept]
+        selected.update(every_pair(group))
+    return [item for item in items if item in selected]
 
 
 def every_pair(items: list[pytest.Item]) -> list[pytest.Item]:
     """Return items of one test in which all pairs of its parameters' values occur that occur in any item."""
     pairs = {item: set(combinations(sorted(_values(item).items()), 2)) for item in items}
-    kept, missing = [], set().union(*pairs.values())
+    selected, missing = [], set().union(*pairs.values())
     while missing:
         best = max(items, key=lambda item: len(pairs[item] & missing))
-        kept.append(best)
+        selected.append(best)
         missing -= pairs[best]
-    return kept or items
+    return selected or items
 
 
 def _values(item: pytest.Item) -> dict[str, str]:

@@ -25,6 +25,18 @@ def sum_of(losses: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack(losses).float().sum()
 
 
+def train_parts(
+    model: Callable[..., Any], backward: Callable[[torch.Tensor], object], ids: torch.Tensor, parts: int
+) -> torch.Tensor:
+    """Compute the gradients of a batch in parts; return the loss."""
+    losses = []
+    for part in ids.chunk(parts):
+        loss = model(input_ids=part, labels=part).loss / parts
+        backward(loss)
+        losses.append(loss.detach())
+    return sum_of(losses)
+
+
 def no_close() -> None:
     """Do nothing: there is nothing to close."""
 
@@ -37,16 +49,12 @@ def plain(run: "Run") -> StepAndClose:
     trainer = ReferenceTrainer(model, ps.Config(device=run.device, optimizer=fused))
 
     def step(ids: torch.Tensor) -> torch.Tensor:
-        losses = []
-        for part in (parts := ids.chunk(run.parts)):
-            loss = trainer(input_ids=part, labels=part).loss / len(parts)
-            trainer.backward(loss)
-            losses.append(loss.detach())
+        loss = train_parts(trainer, trainer.backward, ids, run.parts)
         # PyTorch's own: the reference's is exact, and waits for every parameter.
         torch.nn.utils.clip_grad_norm_(list(trainer.masters.values()), run.max_norm)
         trainer.optimizer.step()
         trainer.optimizer.zero_grad()
-        return sum_of(losses)
+        return loss
 
     return step, no_close
 
@@ -82,15 +90,11 @@ def fsdp2(run: "Run") -> StepAndClose:
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=options.weight_decay, fused=True)
 
     def step(ids: torch.Tensor) -> torch.Tensor:
-        losses = []
-        for part in (parts := ids.chunk(run.parts)):
-            loss = model(input_ids=part, labels=part).loss / len(parts)
-            loss.backward()
-            losses.append(loss.detach())
+        loss = train_parts(model, torch.Tensor.backward, ids, run.parts)
         torch.nn.utils.clip_grad_norm_(model.parameters(), run.max_norm)
         optimizer.step()
         optimizer.zero_grad()
-        return sum_of(losses)
+        return loss
 
     return step, dist.destroy_process_group
 
@@ -124,8 +128,4 @@ def deepspeed(run: "Run") -> StepAndClose:
     return step, no_close
 
 
-PEERS: dict[str, Callable[["Run"], StepAndClose]] = {
-    "plain": plain,
-    "fsdp2": fsdp2,
-    "deepspeed": deepspeed,
-}
+PEERS: dict[str, Callable[["Run"], StepAndClose]] = {"plain": plain, "fsdp2": fsdp2, "deepspeed": deepspeed}

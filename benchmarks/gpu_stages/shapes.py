@@ -10,32 +10,11 @@ from torch import nn
 from patrickstar._models.presets import PRESETS
 from patrickstar.integrations.transformers._model_builder import parameters_on_meta
 
+SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
 LLAMAS: dict[str, dict[str, Any]] = {
-    "tiny": {
-        "num_hidden_layers": 2,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 256,
-    },
-    "3b": {
-        "num_hidden_layers": 28,
-        "hidden_size": 3072,
-        "intermediate_size": 8192,
-        "num_attention_heads": 24,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-        "tie_word_embeddings": True,
-    },
-    "8b": {
-        "num_hidden_layers": 32,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-    },
+    "tiny": dict(zip(SIZES, (2, 64, 128, 4, 2), strict=True)) | {"vocab_size": 256},
+    "3b": dict(zip(SIZES, (28, 3072, 8192, 24, 8), strict=True)) | {"vocab_size": 128256, "tie_word_embeddings": True},
+    "8b": dict(zip(SIZES, (32, 4096, 14336, 32, 8), strict=True)) | {"vocab_size": 128256},
 }
 """Shapes of Llama 3.2 3B, Llama 3.1 8B and a tiny model. Other names are presets of the command line."""
 

@@ -90,12 +90,12 @@ class LockFreeOptimizer(ReferenceOptimizer):
     def _update(self, page: int, last: int) -> None:
         """Update the parts of a page with their gradients up to step `last`."""
         for number, (master, elements) in enumerate(list(self.parts.values())[page]):
-            taken = [grad for step, grad in self.gradients.get((page, number), []) if step <= last]
-            if not taken:
+            due = [grad for step, grad in self.gradients.get((page, number), []) if step <= last]
+            if not due:
                 continue
-            self.gradients[page, number] = self.gradients[page, number][len(taken) :]
+            self.gradients[page, number] = self.gradients[page, number][len(due) :]
             self.counts[page, number] += 1
-            self._update_part(master, elements, self._sum(taken, master), self.counts[page, number])
+            self._update_part(master, elements, self._sum(due, master), self.counts[page, number])
 
     def _sum(self, grads: list[torch.Tensor], master: torch.Tensor) -> torch.Tensor:
         dtype = next(param.dtype for param, each in self.trainer.masters.items() if each is master)

@@ -9,7 +9,7 @@ import patrickstar as ps
 from patrickstar import testing
 from patrickstar.errors import TrainingError
 
-from .zoo import WIDTH, Stack, call_block, linear, mlp, normal, normal_batches, update
+from .zoo import WIDTH, Stack, call_block, compare_steps, linear, mlp, module, normal, normal_batches, update
 
 
 @pytest.mark.parametrize("accumulation", [2, 3])
@@ -21,90 +21,70 @@ def test_accumulation_with_a_last_short_batch(accumulation, config, checkpointin
 
 
 def test_two_forwards_then_two_backwards(config, checkpointing):
-    def script(trainer, optimizer):
-        losses = []
-        for (x,) in normal_batches():
-            first, second = mean_square(trainer(x)), mean_square(trainer(-x) - 1)
-            trainer.backward(first)
-            losses += [first.detach(), update(trainer, optimizer, second)]
-        return losses
+    def step(trainer, optimizer, x):
+        first, second = mean_square(trainer(x)), mean_square(trainer(-x) - 1)
+        trainer.backward(first)
+        return first.detach(), update(trainer, optimizer, second)
 
-    testing.compare(lambda: Stack([mlp(), linear()], checkpointing), config, script)
+    compare_steps(lambda: Stack([mlp(), linear()], checkpointing), config, step)
 
 
 def test_two_forwards_then_one_backward(config, checkpointing):
-    def script(trainer, optimizer):
-        return [
-            update(trainer, optimizer, mean_square(trainer(x)) + mean_square(trainer(-x) - 1))
-            for (x,) in normal_batches()
-        ]
+    def step(trainer, optimizer, x):
+        return [update(trainer, optimizer, mean_square(trainer(x)) + mean_square(trainer(-x) - 1))]
 
-    testing.compare(lambda: Stack([mlp(), linear()], checkpointing), config, script)
+    compare_steps(lambda: Stack([mlp(), linear()], checkpointing), config, step)
 
 
 def test_one_forward_with_two_losses(config):
-    def script(trainer, optimizer):
-        losses = []
-        for (x,) in normal_batches():
-            output = trainer(x)
-            first, second = mean_square(output), output.float().abs().mean()
-            trainer.backward(first, retain_graph=True)
-            losses += [first.detach(), update(trainer, optimizer, second)]
-        return losses
+    def step(trainer, optimizer, x):
+        output = trainer(x)
+        first, second = mean_square(output), output.float().abs().mean()
+        trainer.backward(first, retain_graph=True)
+        return first.detach(), update(trainer, optimizer, second)
 
-    testing.compare(lambda: Stack([mlp(), linear()]), config, script)
+    compare_steps(lambda: Stack([mlp(), linear()]), config, step)
 
 
 def test_accumulation_changes_from_step_to_step(config):
     def script(trainer, optimizer):
-        losses = []
         for step, micro_batches in enumerate([1, 3, 1, 2]):
             for (x,) in normal_batches(micro_batches):
                 loss = mean_square(trainer(x + step))
                 trainer.backward(loss)
-                losses.append(loss.detach())
+                yield loss.detach()
             optimizer.step()
             optimizer.zero_grad()
-        return losses
 
-    testing.compare(lambda: Stack([mlp()]), config, script)
+    testing.compare(lambda: Stack([mlp()]), config, lambda *trainer: list(script(*trainer)))
 
 
 def test_a_discarded_gradient(config):
     """Call zero_grad without a step: the gradients are discarded and the weights unchanged."""
 
-    def script(trainer, optimizer):
-        losses = []
-        for (x,) in normal_batches():
-            trainer.backward(mean_square(trainer(x * 7)))
-            optimizer.zero_grad()
-            losses.append(update(trainer, optimizer, mean_square(trainer(x))))
-        return losses
+    def step(trainer, optimizer, x):
+        trainer.backward(mean_square(trainer(x * 7)))
+        optimizer.zero_grad()
+        return [update(trainer, optimizer, mean_square(trainer(x)))]
 
-    testing.compare(lambda: Stack([mlp()]), config, script)
+    compare_steps(lambda: Stack([mlp()]), config, step)
 
 
 def test_a_forward_without_backward(config):
-    def script(trainer, optimizer):
-        losses = []
-        for (x,) in normal_batches():
-            unused = mean_square(trainer(x * 7)).detach()
-            losses += [unused, update(trainer, optimizer, mean_square(trainer(x)))]
-        return losses
+    def step(trainer, optimizer, x):
+        return mean_square(trainer(x * 7)).detach(), update(trainer, optimizer, mean_square(trainer(x)))
 
-    testing.compare(lambda: Stack([mlp()]), config, script)
+    compare_steps(lambda: Stack([mlp()]), config, step)
 
 
 def test_a_step_without_backward(config):
-    def script(trainer, optimizer):
-        losses = []
-        for (x,) in normal_batches():
-            losses.append(update(trainer, optimizer, mean_square(trainer(x))))
-            optimizer.step()
-            optimizer.zero_grad()
-        return losses
+    def step(trainer, optimizer, x):
+        loss = update(trainer, optimizer, mean_square(trainer(x)))
+        optimizer.step()
+        optimizer.zero_grad()
+        return [loss]
 
-    testing.compare(lambda: Stack([mlp()]), config, script)
+    compare_steps(lambda: Stack([mlp()]), config, step)
 
 
 def test_backward_called_on_the_loss_itself(config):
@@ -131,17 +111,15 @@ def test_backward_called_on_the_loss_itself(config):
 def test_backward_through_weights_of_an_earlier_step_is_an_error(config, checkpointing):
     """The weights that the graph saved have changed: PyTorch detects this, and the engine must not hide it."""
 
-    def script(trainer, optimizer):
-        losses = []
-        for (x,) in normal_batches():
-            stale = mean_square(trainer(-x))
-            losses.append(update(trainer, optimizer, mean_square(trainer(x))))
-            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-                trainer.backward(stale)
-            optimizer.zero_grad()
-        return losses
+    def step(trainer, optimizer, x):
+        stale = mean_square(trainer(-x))
+        loss = update(trainer, optimizer, mean_square(trainer(x)))
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            trainer.backward(stale)
+        optimizer.zero_grad()
+        return [loss]
 
-    testing.compare(lambda: Stack([mlp(), linear()], checkpointing), config, script)
+    compare_steps(lambda: Stack([mlp(), linear()], checkpointing), config, step)
 
 
 @pytest.mark.parametrize("kind", ["hook", "post-accumulate hook"])
@@ -163,21 +141,15 @@ def test_hooks_of_the_user_on_a_parameter(kind, config):
     testing.compare(lambda: Stack([mlp(), linear()]), config, script)
 
 
-class Branches(nn.Module):
-    def __init__(self, checkpointing):
-        super().__init__()
-        self.stem, self.branches, self.checkpointing = linear(), nn.ModuleList([mlp(), mlp()]), checkpointing
-        self.never_used = linear()
+@pytest.mark.parametrize("chosen", [[(0,), (1,), (0,)], [(0, 1), (), (1, 0)]], ids=["one each", "both, none, both"])
+def test_a_branch_not_taken(chosen, config, checkpointing):
+    def forward(m, x, *chosen):
+        x = m.stem(x)
+        return sum((call_block(m.branches[index], x, checkpointing) for index in chosen), start=x)
 
-    def forward(self, x, *taken):
-        x = self.stem(x)
-        return sum((call_block(self.branches[index], x, self.checkpointing) for index in taken), start=x)
-
-
-@pytest.mark.parametrize("taken", [[(0,), (1,), (0,)], [(0, 1), (), (1, 0)]], ids=["one each", "both, none, both"])
-def test_a_branch_not_taken(taken, config, checkpointing):
-    batches = [(*batch, *branches) for batch, branches in zip(normal_batches(), taken, strict=True)]
-    testing.assert_exact(lambda: Branches(checkpointing), batches, config)
+    build = module(forward, stem=linear, branches=lambda: nn.ModuleList([mlp(), mlp()]), never_used=linear)
+    batches = [(*batch, *branches) for batch, branches in zip(normal_batches(), chosen, strict=True)]
+    testing.assert_exact(build, batches, config)
 
 
 class Experts(nn.Module):

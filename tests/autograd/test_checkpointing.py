@@ -1,6 +1,7 @@
 """Activation checkpointing with each of PyTorch's methods."""
 
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -14,13 +15,25 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
     set_checkpoint_early_stop,
 )
-from toys import mean_square
+from toys import layers, mean_square
 
 import patrickstar as ps
 from patrickstar import testing
 from patrickstar._engine.engine import Engine
 
-from .zoo import WIDTH, Stack, assert_blocks_exact, call_block, linear, normal_batches, update, weight
+from .zoo import (
+    WIDTH,
+    Stack,
+    assert_blocks_exact,
+    call_block,
+    compare_steps,
+    linear,
+    module,
+    normal,
+    normal_batches,
+    update,
+    weight,
+)
 
 
 @pytest.fixture(params=[True, False], ids=["reentrant", "non-reentrant"])
@@ -28,30 +41,15 @@ def use_reentrant(request):
     return request.param
 
 
-class WithDropout(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+def dropouts(m, x):
+    return x + F.dropout(m.down(F.dropout(F.gelu(m.up(x)), 0.3, m.training)), 0.3, m.training)
 
-    def forward(self, x):
-        return x + F.dropout(self.down(F.dropout(F.gelu(self.up(x)), 0.3, self.training)), 0.3, self.training)
+
+with_dropout = module(dropouts, up=lambda: nn.Linear(WIDTH, 2 * WIDTH), down=lambda: nn.Linear(2 * WIDTH, WIDTH))
 
 
 def test_dropout_is_replayed(config, checkpointing):
-    assert_blocks_exact(WithDropout, config, checkpointing)
-
-
-class Nested(nn.Module):
-    def __init__(self, outer, inner):
-        super().__init__()
-        self.first, self.second = WithDropout(), WithDropout()
-        self.outer, self.inner = outer, inner
-
-    def forward(self, x):
-        return call_block(self.body, x, self.outer)
-
-    def body(self, x):
-        return call_block(self.second, call_block(self.first, x, self.inner), self.inner)
+    assert_blocks_exact(with_dropout, config, checkpointing)
 
 
 # Inside an outer reentrant checkpoint the first forward runs without gradients, so PyTorch warns in the inner one.
@@ -59,142 +57,99 @@ class Nested(nn.Module):
 @pytest.mark.parametrize("inner", ["reentrant", "non-reentrant"])
 @pytest.mark.parametrize("outer", ["reentrant", "non-reentrant"])
 def test_nested(outer, inner, config):
-    assert_blocks_exact(lambda: Nested(outer, inner), config)
+    def forward(m, x):
+        return call_block(lambda x: call_block(m.second, call_block(m.first, x, inner), inner), x, outer)
 
-
-class Sequence(nn.Module):
-    def __init__(self, use_reentrant):
-        super().__init__()
-        self.stem, self.use_reentrant = linear(), use_reentrant
-        self.layers = nn.Sequential(WithDropout(), nn.Tanh(), WithDropout(), linear(), nn.GELU(), linear())
-
-    def forward(self, x):
-        return checkpoint_sequential(self.layers, 3, self.stem(x), use_reentrant=self.use_reentrant)
+    assert_blocks_exact(module(forward, first=with_dropout, second=with_dropout), config)
 
 
 def test_checkpoint_sequential(use_reentrant, config):
-    testing.assert_exact(lambda: Sequence(use_reentrant), normal_batches(), config)
+    def body():
+        return nn.Sequential(with_dropout(), nn.Tanh(), with_dropout(), linear(), nn.GELU(), linear())
 
+    def forward(m, x):
+        return checkpoint_sequential(m.body, 3, m.stem(x), use_reentrant=use_reentrant)
 
-class PlainFunction(nn.Module):
-    """Recomputes a function that is not a module and calls none."""
-
-    def __init__(self, use_reentrant):
-        super().__init__()
-        self.stem, self.up, self.down, self.use_reentrant = linear(), weight(), weight(), use_reentrant
-
-    def forward(self, x):
-        def multiply(x, scale):
-            return torch.tanh(x @ self.up * scale) @ self.down.t()
-
-        return checkpoint(multiply, self.stem(x), 0.5, use_reentrant=self.use_reentrant)
+    testing.assert_exact(module(forward, stem=linear, body=body), normal_batches(), config)
 
 
 def test_a_plain_function_that_uses_the_weight(use_reentrant, config):
-    testing.assert_exact(lambda: PlainFunction(use_reentrant), normal_batches(), config)
+    """Recompute a function that is not a module and calls none."""
 
+    def forward(m, x):
+        def multiply(x, scale):
+            return torch.tanh(x @ m.up * scale) @ m.down.t()
 
-class WeightAsArgument(PlainFunction):
-    def forward(self, x):
-        def multiply(x, matrix):
-            return torch.tanh(x @ matrix)
+        return checkpoint(multiply, m.stem(x), 0.5, use_reentrant=use_reentrant)
 
-        return checkpoint(multiply, self.stem(x), self.up, use_reentrant=self.use_reentrant) @ self.down
+    testing.assert_exact(module(forward, stem=linear, up=weight, down=weight), normal_batches(), config)
 
 
 def test_a_weight_passed_to_the_recomputed_function(use_reentrant, config):
-    testing.assert_exact(lambda: WeightAsArgument(use_reentrant), normal_batches(), config)
+    def forward(m, x):
+        multiplied = checkpoint(lambda x, w: torch.tanh(x @ w), m.stem(x), m.up, use_reentrant=use_reentrant)
+        return multiplied @ m.down
 
-
-class Outermost(nn.Module):
-    """Recomputes the whole model; nothing before the checkpoint requires a gradient."""
-
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Sequential(linear(), nn.Tanh(), linear())
-
-    def forward(self, x):
-        return checkpoint(self.body, x, use_reentrant=False)
+    testing.assert_exact(module(forward, stem=linear, up=weight, down=weight), normal_batches(), config)
 
 
 def test_the_whole_model_recomputed(config):
-    testing.assert_exact(Outermost, normal_batches(), config)
+    """Nothing before the checkpoint requires a gradient."""
+    body = {"body": lambda: nn.Sequential(linear(), nn.Tanh(), linear())}
+    build = module(lambda m, x: checkpoint(m.body, x, use_reentrant=False), **body)
+    testing.assert_exact(build, normal_batches(), config)
 
 
 @pytest.mark.parametrize("early_stop", [True, False])
 def test_recompute_stopped_early_or_not(early_stop, config):
-    def script(trainer, optimizer):
-        losses = []
-        for (x,) in normal_batches():
-            with set_checkpoint_early_stop(early_stop):
-                losses.append(update(trainer, optimizer, mean_square(trainer(x))))
-        return losses
+    def step(trainer, optimizer, x):
+        with set_checkpoint_early_stop(early_stop):
+            return [update(trainer, optimizer, mean_square(trainer(x)))]
 
-    testing.compare(lambda: Stack([WithDropout(), WithDropout()], "non-reentrant"), config, script)
-
-
-class Selective(nn.Module):
-    """Saves matrix products and recomputes everything else."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = WithDropout()
-
-    def forward(self, x):
-        def keep_products(ctx, op, *args, **kwargs):
-            products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-            return CheckpointPolicy.MUST_SAVE if op in products else CheckpointPolicy.PREFER_RECOMPUTE
-
-        def contexts():
-            return create_selective_checkpoint_contexts(keep_products)
-
-        return checkpoint(self.inner, x, use_reentrant=False, context_fn=contexts)
+    compare_steps(lambda: Stack([with_dropout(), with_dropout()], "non-reentrant"), config, step)
 
 
 def test_selective(config):
-    assert_blocks_exact(Selective, config)
+    """Save matrix products and recompute everything else."""
 
+    def keep_products(ctx, op, *args, **kwargs):
+        products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return CheckpointPolicy.MUST_SAVE if op in products else CheckpointPolicy.PREFER_RECOMPUTE
 
-class KeywordsAndStructures(nn.Module):
-    class Inner(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = linear(), linear()
-
-        def forward(self, states, *, gates):
-            return {"states": self.first(states), "gates": [self.second(gates)]}
-
-    def __init__(self):
-        super().__init__()
-        self.inner = self.Inner()
-
-    def forward(self, x):
-        output = checkpoint(self.inner, x, gates=torch.sigmoid(x), use_reentrant=False)
-        return output["states"] * output["gates"][0]
+    contexts = partial(create_selective_checkpoint_contexts, keep_products)
+    build = module(lambda m, x: checkpoint(m.inner, x, use_reentrant=False, context_fn=contexts), inner=with_dropout)
+    assert_blocks_exact(build, config)
 
 
 def test_keywords_and_structures_through_a_checkpoint(config):
-    assert_blocks_exact(KeywordsAndStructures, config)
+    inner = module(
+        lambda m, states, *, gates: {"states": m.first(states), "gates": [m.second(gates)]}, first=linear, second=linear
+    )
+
+    def forward(m, x):
+        output = checkpoint(m.inner, x, gates=torch.sigmoid(x), use_reentrant=False)
+        return output["states"] * output["gates"][0]
+
+    assert_blocks_exact(module(forward, inner=inner), config)
 
 
 def test_frozen_block_recomputed(config, checkpointing):
     def build():
-        model = Stack([WithDropout(), WithDropout().requires_grad_(False), WithDropout()], checkpointing)
-        model.stem.requires_grad_(True)
-        return model
+        return Stack([with_dropout(), with_dropout().requires_grad_(False), with_dropout()], checkpointing)
 
     testing.assert_exact(build, normal_batches(), config)
 
 
 def test_checkpointing_switched_between_steps(config):
+    ways = ["off", "non-reentrant", "reentrant", "off"]
+
     def script(trainer, optimizer):
         losses = []
-        ways = ["off", "non-reentrant", "reentrant", "off"]
         for (x,), trainer.module.checkpointing in zip(normal_batches(4), ways, strict=True):
             losses.append(update(trainer, optimizer, mean_square(trainer(x))))
         return losses
 
-    testing.compare(lambda: Stack([WithDropout(), WithDropout()]), config, script)
+    testing.compare(lambda: Stack([with_dropout(), with_dropout()]), config, script)
 
 
 class OutOfMemoryAt(TorchDispatchMode):
@@ -211,27 +166,23 @@ class OutOfMemoryAt(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def alike():
-    """Return layers whose saved tensors are all alike, for inputs of as many rows."""
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
-
-
 @pytest.mark.parametrize("product", [1, 3, 4, 5, 6, 7], ids="product-{}".format)
 @pytest.mark.parametrize("early_stop", [True, False], ids=["stopped-early", "whole"])
 def test_an_operator_tried_again_is_saved_once(product, early_stop):
     """In the forward, or in the recomputation from the fifth product on: tensors would be taken for those before."""
     config = ps.Config(device="cpu", precision="fp32", device_memory="1MiB")
-    batches = [torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(step)) for step in range(2)]
 
     def script(trainer, optimizer):
-        for batch in batches:
+        losses = []
+        for step in range(2):
             fails = OutOfMemoryAt(product) if isinstance(trainer, Engine) else nullcontext()
             with set_checkpoint_early_stop(early_stop), fails:
-                loss = mean_square(trainer(batch))
-                trainer.backward(loss)
+                losses.append(mean_square(trainer(normal(WIDTH, WIDTH, seed=step))))
+                trainer.backward(losses[-1])
             assert isinstance(fails, nullcontext) or fails.left <= 0
-            yield loss
             optimizer.step()
             optimizer.zero_grad()
+        return losses
 
-    testing.compare(lambda: Stack([alike()], "non-reentrant"), config, lambda *args: list(script(*args)))
+    # Layers whose saved tensors are all alike, for inputs of as many rows.
+    testing.compare(lambda: Stack([layers(WIDTH, 4)], "non-reentrant"), config, script)

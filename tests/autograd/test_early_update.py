@@ -3,7 +3,6 @@
 from unittest import mock
 
 import pytest
-import torch
 from probes import optimizer_step_of
 from torch import nn
 from toys import layers, mean_square, train
@@ -14,51 +13,42 @@ from patrickstar._kernels.cpp_backend import CppBackend
 from patrickstar._step.host_updates import HostUpdates
 from patrickstar.errors import TrainingError
 
-from .zoo import WIDTH, Stack, linear, mlp, normal, normal_batches, small_chunks, weight
+from .zoo import WIDTH, Made, Stack, call_block, linear, mlp, module, normal, normal_batches, small_chunks, weight
 
 
 def stack(checkpointing="off"):
     return Stack([mlp(), mlp()], checkpointing)
 
 
-class Tied(nn.Module):
-    """A weight read by the first and by the last operator."""
-
-    def __init__(self, checkpointing="off"):
-        super().__init__()
-        self.table, self.body = weight(), stack(checkpointing)
-
-    def forward(self, x):
-        return self.body(x @ self.table) @ self.table.t()
+def tied(checkpointing="off"):
+    """Build a model with a weight read by the first and by the last operator."""
+    return Made(lambda m, x: m.body(x @ m.table) @ m.table.t(), {"table": weight, "body": lambda: stack(checkpointing)})
 
 
-class Twice(nn.Module):
-    """Reentrant checkpointing of one layer twice, so that its gradients are computed in two parts."""
-
-    def __init__(self):
-        super().__init__()
-        self.shared, self.own = linear(), linear()
-
-    def forward(self, x):
-        for _ in range(2):
-            x = torch.utils.checkpoint.checkpoint(self.shared, x, use_reentrant=True)
-        return self.own(x)
+def checkpoint_twice(m, x):
+    """Recompute one layer twice, reentrantly, so that its gradients are computed in two parts."""
+    for _ in range(2):
+        x = call_block(m.shared, x, "reentrant")
+    return m.own(x)
 
 
-def early(steps=5, accumulation=1):
+twice = module(checkpoint_twice, shared=linear, own=linear)
+
+
+def early_loop(steps=5, accumulation=1):
     """Return a training loop whose last backward before each step has update=True."""
     data = normal_batches(steps * accumulation)
     return lambda trainer, _: train(trainer, data, accumulation=accumulation, update=True)
 
 
 @pytest.mark.parametrize("stress", [True, False], ids=["everything evicted", "everything fits"])
-@pytest.mark.parametrize("build", [stack, Tied], ids=["stack", "tied"])
+@pytest.mark.parametrize("build", [stack, tied])
 def test_the_same_bits(build, stress, precision, checkpointing):
-    testing.compare(lambda: build(checkpointing), small_chunks(precision), early(), stress=stress)
+    testing.compare(lambda: build(checkpointing), small_chunks(precision), early_loop(), stress=stress)
 
 
 def test_the_same_bits_with_accumulation(precision, checkpointing):
-    testing.compare(lambda: stack(checkpointing), small_chunks(precision), early(4, accumulation=3))
+    testing.compare(lambda: stack(checkpointing), small_chunks(precision), early_loop(4, accumulation=3))
 
 
 @pytest.mark.skipif(CppBackend.find() is None, reason="without the C++ kernel nothing runs beside operators")
@@ -82,11 +72,16 @@ def test_the_same_bits_while_operators_run(precision):
     testing.compare(lambda: layers(width, 3, nn.Tanh), config, script)
 
 
+def early_steps(engine, count, x=None):
+    """Take steps whose updates may run during backward."""
+    for step in range(count):
+        engine.backward(mean_square(engine(normal(2, WIDTH, seed=step) if x is None else x)), update=True)
+        engine.optimizer.step()
+
+
 def updated_before_the_step(engine):
     """Return the parameters that a backward updates after two observed steps."""
-    for (x,) in normal_batches(2):
-        engine.backward(mean_square(engine(x)), update=True)
-        engine.optimizer.step()
+    early_steps(engine, 2, normal(2, 3, WIDTH))
     before = {param.name: param.steps for param in engine.inspect().parameters}
     engine.backward(mean_square(engine(normal_batches(1)[0][0])), update=True)
     return {param.name for param in engine.inspect().parameters if param.steps > before[param.name]}
@@ -102,7 +97,7 @@ def test_chunks_are_updated_before_the_step(precision):
 
 
 def test_gradients_that_grow_under_reentrant_checkpointing_are_updated_in_the_step():
-    engine = testing.stressed(Twice, small_chunks("bf16", chunk_bytes=64))
+    engine = testing.stressed(twice, small_chunks("bf16", chunk_bytes=64))
     x = normal(2, WIDTH).requires_grad_()
     for _ in range(3):
         engine.backward(mean_square(engine(x)), update=True)
@@ -113,17 +108,9 @@ def test_gradients_that_grow_under_reentrant_checkpointing_are_updated_in_the_st
 
 
 def test_a_parameter_that_gets_no_gradient_is_not_waited_for():
-    class Branch(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.one, self.never = linear(), linear()
-
-        def forward(self, x):
-            return self.one(x)
-
-    assert_all = {"one.weight", "one.bias"}
-    engine = testing.stressed(Branch, small_chunks("bf16", chunk_bytes=1 << 16))
-    assert updated_before_the_step(engine) == assert_all
+    branch = module(lambda m, x: m.one(x), one=linear, never=linear)
+    engine = testing.stressed(branch, small_chunks("bf16", chunk_bytes=1 << 16))
+    assert updated_before_the_step(engine) == {"one.weight", "one.bias"}
     engine.close()
 
 
@@ -142,30 +129,22 @@ def test_no_more_bytes_move(precision):
     assert 0 < moved[1] <= moved[0] + engine.layout.chunks[0].compute_bytes
 
 
-@pytest.mark.parametrize(
-    "act",
-    [
-        lambda engine: engine.clip_grad_norm_(1.0),
-        lambda engine: engine.gradient("head.weight"),
-        lambda engine: engine.optimizer.zero_grad(),
-        lambda engine: engine(normal(2, WIDTH)),
-        lambda engine: engine.load_state_dict(engine.state_dict()),
-        lambda engine: engine.optimizer.load_state_dict(engine.optimizer.state_dict()),
-    ],
-    ids=[
-        "clipping",
-        "reading a gradient",
-        "dropping gradients",
-        "a forward",
-        "loading parameters",
-        "loading states",
-    ],
-)
+CALLS = {
+    "clipping": lambda engine: engine.clip_grad_norm_(1.0),
+    "reading a gradient": lambda engine: engine.gradient("head.weight"),
+    "dropping gradients": lambda engine: engine.optimizer.zero_grad(),
+    "a forward": lambda engine: engine(normal(2, WIDTH)),
+    "loading parameters": lambda engine: engine.load_state_dict(engine.state_dict()),
+    "loading states": lambda engine: engine.optimizer.load_state_dict(engine.optimizer.state_dict()),
+}
+
+
+@pytest.mark.parametrize("act", CALLS)
 def test_other_calls_before_the_step_are_rejected(act):
     engine = testing.stressed(stack, small_chunks("bf16"))
     assert updated_before_the_step(engine)
     with pytest.raises(TrainingError, match=r"after engine.backward\(loss, update=True\)"):
-        act(engine)
+        CALLS[act](engine)
     engine.optimizer.step()
     engine.optimizer.zero_grad()
     engine.close()
@@ -192,28 +171,21 @@ def test_fp16_waits_for_all_gradients():
 def test_a_step_unlike_earlier_steps_raises_by_name():
     """Backward reads a parameter after its update, which no earlier backward did."""
 
-    class Rereads(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.middle, self.last = linear(), mlp(), linear()
-            self.reread = False
+    def forward(m, x):
+        hidden = m.first(x)
+        if m.reread:
+            hidden.register_hook(lambda grad: grad + 0 * m.last(grad))
+        return m.last(m.middle(hidden))
 
-        def forward(self, x):
-            hidden = self.first(x)
-            if self.reread:
-                hidden.register_hook(lambda grad: grad + 0 * self.last(grad))
-            return self.last(self.middle(hidden))
-
-    engine = testing.stressed(Rereads, small_chunks("bf16", chunk_bytes=64))
+    rereads = module(forward, first=linear, middle=mlp, last=linear, reread=bool)
+    engine = testing.stressed(rereads, small_chunks("bf16", chunk_bytes=64))
     assert updated_before_the_step(engine)
     engine.optimizer.step()
     engine.module.reread = True
     with pytest.raises(TrainingError, match=r"last\.(weight|bias).*after it was updated in the same backward"):
         engine.backward(mean_square(engine(normal(2, WIDTH))), update=True)
     engine.optimizer.zero_grad()
-    for _ in range(2):  # from now on the update runs in optimizer.step()
-        engine.backward(mean_square(engine(normal(2, WIDTH))), update=True)
-        engine.optimizer.step()
+    early_steps(engine, 2)  # from now on the update runs in optimizer.step()
     engine.close()
 
 
@@ -221,9 +193,7 @@ def test_a_step_unlike_earlier_steps_raises_by_name():
 def test_another_backward_before_the_step_is_rejected(raw):
     engine = testing.stressed(stack, small_chunks("bf16"))
     x = normal(2, WIDTH)
-    for _ in range(2):
-        engine.backward(mean_square(engine(x)), update=True)
-        engine.optimizer.step()
+    early_steps(engine, 2, x)
     first, second = mean_square(engine(x)), mean_square(engine(x))
     engine.backward(first, update=True)
     with pytest.raises(TrainingError, match="another backward"):
@@ -255,9 +225,9 @@ def test_a_resumed_engine_observes_a_step_first():
             trainer.backward(mean_square(trainer(normal(2, WIDTH, seed=step).requires_grad_())), update=True)
             optimizer.step()
 
-    one = testing.stressed(Twice, small_chunks("bf16", chunk_bytes=64))
+    one = testing.stressed(twice, small_chunks("bf16", chunk_bytes=64))
     run(one, one.optimizer)
-    other = testing.stressed(Twice, small_chunks("bf16", chunk_bytes=64))
+    other = testing.stressed(twice, small_chunks("bf16", chunk_bytes=64))
     other.load_state_dict(one.state_dict())
     other.optimizer.load_state_dict(one.optimizer.state_dict())
     for engine in (one, other):
@@ -274,9 +244,7 @@ def test_close_waits_for_running_updates():
     optimizer_step = optimizer_step_of(engine)
     optimizer_step.host_updates = HostUpdates(optimizer_step.kernels, None)
     x = normal(2, width)
-    for _ in range(3):
-        engine.backward(mean_square(engine(x)), update=True)
-        engine.optimizer.step()
+    early_steps(engine, 3, x)
     engine.backward(mean_square(engine(x)), update=True)
     assert optimizer_step.updating
     engine.close()

@@ -7,7 +7,7 @@ from toys import mean_square
 
 from patrickstar import testing
 
-from .zoo import WIDTH, Stack, call_block, linear, mlp, normal, normal_batches, train, update
+from .zoo import WIDTH, Stack, linear, mlp, module, normal, normal_batches, train, update
 
 
 class Trip(RuntimeError):
@@ -15,20 +15,18 @@ class Trip(RuntimeError):
 
 
 class Tripwire(nn.Module):
-    """Raises in forward at a given call, when armed."""
+    """Raises in the middle of its forward, when armed."""
 
     def __init__(self, error=Trip):
         super().__init__()
         self.before, self.after = linear(), linear()
-        self.error, self.calls_left = error, None
+        self.error, self.armed = error, False
 
     def forward(self, x):
         x = torch.tanh(self.before(x))
-        if self.calls_left is not None:
-            self.calls_left -= 1
-            if self.calls_left < 0:
-                self.calls_left = None
-                raise self.error("armed")
+        if self.armed:
+            self.armed = False
+            raise self.error("armed")
         return self.after(x)
 
 
@@ -61,21 +59,31 @@ class BackwardTripwire(nn.Module):
 def test_exception_in_the_middle_of_forward(error, config, checkpointing):
     def script(trainer, optimizer):
         losses = train(trainer, steps=1)
-        for (x,) in normal_batches(2):
-            trainer.module.blocks[1].calls_left = 0
-            with pytest.raises(error, match="armed"):
-                trainer(x)
+        for _ in range(2):
+            trip_forward(trainer, 1, error)
             losses += train(trainer, steps=1, first=1)
         return losses
 
     testing.compare(lambda: Stack([mlp(), Tripwire(error), mlp()], checkpointing), config, script)
 
 
+def trip_forward(trainer, block=0, error=Trip):
+    trainer.module.blocks[block].armed = True
+    with pytest.raises(error, match="armed"):
+        trainer(normal(2, 3, WIDTH))
+
+
+def trip_backward(trainer, block):
+    loss = mean_square(trainer(normal(2, 3, WIDTH)))
+    trainer.module.blocks[block].armed = True
+    with pytest.raises(Trip, match="armed"):
+        trainer.backward(loss)
+    assert not trainer.module.blocks[block].armed
+
+
 def test_exception_in_the_very_first_forward(config):
     def script(trainer, optimizer):
-        trainer.module.blocks[0].calls_left = 0
-        with pytest.raises(Trip, match="armed"):
-            trainer(normal(2, 3, WIDTH))
+        trip_forward(trainer)
         return train(trainer)
 
     testing.compare(lambda: Stack([Tripwire(), mlp()]), config, script)
@@ -85,23 +93,22 @@ def test_exception_in_the_very_first_forward(config):
 def test_exception_in_eval(error, config):
     def script(trainer, optimizer):
         losses = train(trainer, steps=1)
-        trainer.module.blocks[0].calls_left = 0
-        with torch.no_grad(), pytest.raises(error, match="armed"):
-            trainer(normal(2, 3, WIDTH))
+        with torch.no_grad():
+            trip_forward(trainer, 0, error)
         return losses + train(trainer, steps=2, first=1)
 
     testing.compare(lambda: Stack([Tripwire(error), mlp()]), config, script)
 
 
-def assert_failure_leaves_no_trace(build, config, fail):
-    """Assert that steps around a failed, discarded step equal those of a run without it."""
+def assert_failure_leaves_no_trace(build, config):
+    """Assert that steps around a backward that failed in the second block equal those of a run without it."""
     runs = []
 
     def script(trainer, optimizer, failing):
         losses = train(trainer, steps=1)
         for step in range(1, 3):
             if failing:
-                fail(trainer)
+                trip_backward(trainer, 1)
                 optimizer.zero_grad()
             losses += train(trainer, steps=1, first=step)
         runs.append([*losses, *trainer.state_dict().values()])
@@ -114,22 +121,12 @@ def assert_failure_leaves_no_trace(build, config, fail):
 
 
 def test_exception_in_backward(config, checkpointing):
-    def fail(trainer):
-        loss = mean_square(trainer(normal(2, 3, WIDTH)))
-        trainer.module.blocks[1].armed = True
-        with pytest.raises(Trip, match="armed"):
-            trainer.backward(loss)
-        assert not trainer.module.blocks[1].armed
-
-    assert_failure_leaves_no_trace(lambda: Stack([mlp(), BackwardTripwire(), mlp()], checkpointing), config, fail)
+    assert_failure_leaves_no_trace(lambda: Stack([mlp(), BackwardTripwire(), mlp()], checkpointing), config)
 
 
 def test_exception_in_the_first_backward(config):
     def script(trainer, optimizer):
-        loss = mean_square(trainer(normal(2, 3, WIDTH)))
-        trainer.module.blocks[0].armed = True
-        with pytest.raises(Trip, match="armed"):
-            trainer.backward(loss)
+        trip_backward(trainer, 0)
         optimizer.zero_grad()
         return train(trainer)
 
@@ -139,14 +136,7 @@ def test_exception_in_the_first_backward(config):
 @pytest.mark.parametrize("way", ["reentrant", "non-reentrant"])
 def test_exception_in_a_recomputed_forward(way, config):
     """The forward succeeds; its recomputation inside backward raises."""
-
-    def fail(trainer):
-        loss = mean_square(trainer(normal(2, 3, WIDTH)))
-        trainer.module.blocks[1].calls_left = 0
-        with pytest.raises(Trip, match="armed"):
-            trainer.backward(loss)
-
-    assert_failure_leaves_no_trace(lambda: Stack([mlp(), Tripwire(), mlp()], way), config, fail)
+    assert_failure_leaves_no_trace(lambda: Stack([mlp(), Tripwire(), mlp()], way), config)
 
 
 def test_exception_between_micro_batches_keeps_earlier_gradients(config):
@@ -156,7 +146,7 @@ def test_exception_between_micro_batches_keeps_earlier_gradients(config):
         losses = train(trainer, steps=1)
         first, second = normal_batches(2)
         trainer.backward(mean_square(trainer(*first)))
-        trainer.module.blocks[1].calls_left = 0
+        trainer.module.blocks[1].armed = True
         with pytest.raises(Trip, match="armed"):
             trainer(*second)
         losses.append(update(trainer, optimizer, mean_square(trainer(*second))))
@@ -165,23 +155,18 @@ def test_exception_between_micro_batches_keeps_earlier_gradients(config):
     testing.compare(lambda: Stack([mlp(), Tripwire(), mlp()]), config, script)
 
 
-class Recovering(nn.Module):
-    """Catches its own block's error and takes another branch."""
-
-    def __init__(self):
-        super().__init__()
-        self.wire, self.otherwise = Tripwire(), linear()
-
-    def forward(self, x):
-        self.wire.calls_left = 0
-        try:
-            return call_block(self.wire, x, "off")
-        except Trip:
-            return self.otherwise(x)
-
-
 def test_an_exception_that_the_model_catches(config, checkpointing):
-    testing.assert_exact(lambda: Stack([Recovering(), mlp()], checkpointing), normal_batches(), config)
+    """The block's error is caught, and another branch is taken."""
+
+    def forward(m, x):
+        m.wire.armed = True
+        try:
+            return m.wire(x)
+        except Trip:
+            return m.otherwise(x)
+
+    recovering = module(forward, wire=Tripwire, otherwise=linear)
+    testing.assert_exact(lambda: Stack([recovering(), mlp()], checkpointing), normal_batches(), config)
 
 
 def test_wrong_input_shape_then_training(config):

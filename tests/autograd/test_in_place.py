@@ -7,140 +7,77 @@ import torch.nn.functional as F
 
 from patrickstar import testing
 
-from .zoo import WIDTH, assert_blocks_exact, linear, normal_batches
+from .zoo import WIDTH, assert_blocks_exact, linear, module, normal_batches
 
 
-class ActivationOnOutput(nn.Module):
-    """Linear on 3-D input, which returns a view."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear, self.after = linear(), linear()
-
-    def forward(self, x):
-        x = F.relu_(self.linear(x).add_(1))
-        return self.after(x)
+def activation_on_output(m, x):
+    return m.after(F.relu_(m.linear(x).add_(1)))
 
 
-class ActivationOnFlatOutput(ActivationOnOutput):
-    """Linear on 2-D input, which returns no view."""
-
-    def forward(self, x):
-        return super().forward(x.flatten(0, 1)).view_as(x)
-
-
-class ActivationModule(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(linear(), nn.ReLU(inplace=True), linear(), nn.SiLU(inplace=True))
-
-    def forward(self, x):
-        return self.layers(x)
+def residual_added(m, x):
+    hidden = m.first(x)
+    hidden += m.second(torch.tanh(x))
+    return hidden
 
 
-class ResidualAddedInPlace(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = linear(), linear()
-
-    def forward(self, x):
-        hidden = self.first(x)
-        hidden += self.second(torch.tanh(x))
-        return hidden
+def output_is_a_view(m, x):
+    flat = m.inner(x)
+    flat.mul_(2).relu_()
+    return m.after(flat).view_as(x)
 
 
-class OutputIsAView(nn.Module):
-    class Inner(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = linear()
-
-        def forward(self, x):
-            return self.linear(x).view(-1, WIDTH)
-
-    def __init__(self):
-        super().__init__()
-        self.inner, self.after = self.Inner(), linear()
-
-    def forward(self, x):
-        flat = self.inner(x)
-        flat.mul_(2).relu_()
-        return self.after(flat).view_as(x)
+def output_is_its_input(m, x):
+    hidden = m.linear(x)
+    same = m.identity(hidden)
+    same.add_(1)
+    return m.after(hidden) + same
 
 
-class OutputIsItsInput(nn.Module):
-    """Dropout in eval mode and identities, which return their input tensor itself."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear, self.identity, self.after = linear(), nn.Identity(), linear()
-
-    def forward(self, x):
-        hidden = self.linear(x)
-        same = self.identity(hidden)
-        same.add_(1)
-        return self.after(hidden) + same
+def output_is_a_view_of_its_input(m, x):
+    hidden = m.linear(x)
+    m.flatten(hidden).mul_(2)
+    return m.after(hidden)
 
 
-class OutputIsAViewOfItsInput(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear, self.flatten, self.after = linear(), nn.Flatten(0, 1), linear()
-
-    def forward(self, x):
-        hidden = self.linear(x)
-        self.flatten(hidden).mul_(2)
-        return self.after(hidden)
+def writes_into_its_input(m, x):
+    hidden = m.before(x)
+    return m.inner(hidden) + hidden
 
 
-class WritesIntoItsInput(nn.Module):
-    class Inner(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = linear()
-
-        def forward(self, x):
-            x.mul_(2)
-            return self.linear(x)
-
-    def __init__(self):
-        super().__init__()
-        self.before, self.inner = linear(), self.Inner()
-
-    def forward(self, x):
-        hidden = self.before(x)
-        return self.inner(hidden) + hidden
+def writes_into_its_buffer(m, x):
+    x = m.linear(x)
+    with torch.no_grad():
+        m.running.lerp_(x.mean((0, 1)).to(m.running.dtype), 0.1)
+    return x + m.running.to(x.dtype).clone()
 
 
-class WritesIntoItsBuffer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = linear()
-        self.register_buffer("running", torch.zeros(WIDTH))
-
-    def forward(self, x):
-        x = self.linear(x)
-        with torch.no_grad():
-            self.running.lerp_(x.mean((0, 1)).to(self.running.dtype), 0.1)
-        return x + self.running.to(x.dtype).clone()
+def running():
+    return nn.Buffer(torch.zeros(WIDTH))
 
 
-BLOCKS = [
-    ActivationOnOutput,
-    ActivationOnFlatOutput,
-    ActivationModule,
-    ResidualAddedInPlace,
-    OutputIsAView,
-    OutputIsItsInput,
-    OutputIsAViewOfItsInput,
-    WritesIntoItsInput,
-    WritesIntoItsBuffer,
-]
+view_of_a_linear = module(lambda m, x: m.linear(x).view(-1, WIDTH), linear=linear)
+doubles_its_input = module(lambda m, x: m.linear(x.mul_(2)), linear=linear)
+BLOCKS = {
+    # Linear returns a view of a 3-D input, and none of a 2-D one.
+    "activation on an output that is a view": module(activation_on_output, linear=linear, after=linear),
+    "activation on an output that is none": module(
+        lambda m, x: activation_on_output(m, x.flatten(0, 1)).view_as(x), linear=linear, after=linear
+    ),
+    "activation modules": lambda: nn.Sequential(linear(), nn.ReLU(inplace=True), linear(), nn.SiLU(inplace=True)),
+    "residual added in place": module(residual_added, first=linear, second=linear),
+    "output is a view": module(output_is_a_view, inner=view_of_a_linear, after=linear),
+    "output is its input": module(output_is_its_input, linear=linear, identity=nn.Identity, after=linear),
+    "output is a view of its input": module(
+        output_is_a_view_of_its_input, linear=linear, flatten=lambda: nn.Flatten(0, 1), after=linear
+    ),
+    "writes into its input": module(writes_into_its_input, before=linear, inner=doubles_its_input),
+    "writes into its buffer": module(writes_into_its_buffer, linear=linear, running=running),
+}
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.__name__)
-def test_writing_in_place(block, config, checkpointing):
-    assert_blocks_exact(block, config, checkpointing)
+@pytest.mark.parametrize("block", BLOCKS)
+def test_writing_in_place(block, config, recomputing):
+    assert_blocks_exact(BLOCKS[block], config, recomputing)
 
 
 def test_in_place_activation_on_the_models_output(config):

@@ -2,22 +2,11 @@
 
 import pytest
 import torch
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    SwitchTransformersConfig,
-    SwitchTransformersForConditionalGeneration,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+import transformers
 
 from patrickstar import testing
 
-from .zoo import small_chunks, tokens
+from .zoo import small_chunks, tokens, update
 
 # Every version of the library knows this name; the newest one deprecates it.
 pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
@@ -25,42 +14,20 @@ pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` 
 VOCABULARY = 64
 
 
-def gpt2():
-    return GPT2LMHeadModel(
-        GPT2Config(
-            n_layer=2, n_embd=16, n_head=2, n_positions=32, vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0
-        )
-    )
-
-
-def llama_shape(**more):
-    heads = dict(num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=2)
-    return dict(hidden_size=16, intermediate_size=32, vocab_size=VOCABULARY, **heads, **more)
-
-
-def llama():
-    return LlamaForCausalLM(LlamaConfig(**llama_shape()))
-
-
-def mixtral():
-    return MixtralForCausalLM(MixtralConfig(**llama_shape(num_local_experts=4, output_router_logits=True)))
-
-
-def t5():
-    shape = dict(d_model=16, d_ff=32, d_kv=8, num_layers=2, num_heads=2, vocab_size=VOCABULARY)
-    return T5ForConditionalGeneration(T5Config(**shape, decoder_start_token_id=0, pad_token_id=0))
-
-
-def switch():
-    """Return a model whose routers cast their own classifier to fp32 in their forward."""
-    shape = dict(d_model=16, d_ff=32, d_kv=8, num_layers=2, num_decoder_layers=2, num_heads=2, vocab_size=VOCABULARY)
-    experts = dict(num_experts=4, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1)
-    return SwitchTransformersForConditionalGeneration(
-        SwitchTransformersConfig(**shape, **experts, decoder_start_token_id=0, pad_token_id=0)
-    )
-
-
-MODELS = {"gpt2": gpt2, "llama": llama, "mixtral": mixtral, "t5": t5, "switch": switch}
+DECODER = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, vocab_size=VOCABULARY)
+DECODER |= dict(num_attention_heads=2, num_key_value_heads=1)
+T5 = dict(d_model=16, d_ff=32, d_kv=8, num_layers=2, num_heads=2, vocab_size=VOCABULARY)
+T5 |= dict(decoder_start_token_id=0, pad_token_id=0)
+SPARSE = dict(num_decoder_layers=2, num_experts=4, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1)
+GPT2 = dict(n_layer=2, n_embd=16, n_head=2, n_positions=32, vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0)
+MODELS = {
+    "gpt2": (transformers.GPT2LMHeadModel, GPT2),
+    "llama": (transformers.LlamaForCausalLM, DECODER),
+    "mixtral": (transformers.MixtralForCausalLM, DECODER | dict(num_local_experts=4, output_router_logits=True)),
+    "t5": (transformers.T5ForConditionalGeneration, T5),
+    # Its routers cast their own classifier to fp32 in their forward.
+    "switch": (transformers.SwitchTransformersForConditionalGeneration, T5 | SPARSE),
+}
 WITHOUT_CASTS = [name for name in MODELS if name != "switch"]
 """Models that do not call `Module.to`, which reads `.grad`; gradients in chunks can't be read so."""
 
@@ -76,7 +43,8 @@ def config(precision):
 
 
 def build(name, checkpointing="off"):
-    model = MODELS[name]().train()
+    model_class, shape = MODELS[name]
+    model = model_class(model_class.config_class(**shape)).train()
     model.generation_config.pad_token_id = 0
     if checkpointing != "off":
         use_reentrant = checkpointing == "reentrant"
@@ -98,8 +66,8 @@ def generate(trainer):
     return generated
 
 
-def test_training(name, config, checkpointing):
-    testing.assert_exact(lambda: build(name, checkpointing), batches(), config)
+def test_training(name, config, recomputing):
+    testing.assert_exact(lambda: build(name, recomputing), batches(), config)
 
 
 def test_another_length_at_each_step(name, config):
@@ -135,10 +103,7 @@ def test_evaluation_without_grad_between_steps(name, config):
         for batch in batches():
             with torch.no_grad():
                 seen.append(trainer(**batch).logits.clone())
-            loss = trainer(**batch).loss
-            trainer.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
+            update(trainer, optimizer, trainer(**batch).loss)
         return seen
 
     testing.compare(lambda: build(name), config, script)
@@ -151,11 +116,7 @@ def test_inputs_given_as_embeddings(config):
         losses = []
         for batch in batches():
             vectors = trainer.module.get_input_embeddings()(batch["input_ids"])
-            loss = trainer(inputs_embeds=vectors, labels=batch["labels"]).loss
-            trainer.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.detach())
+            losses.append(update(trainer, optimizer, trainer(inputs_embeds=vectors, labels=batch["labels"]).loss))
         return losses
 
     testing.compare(lambda: build("gpt2"), config, script)

@@ -13,66 +13,35 @@ import patrickstar as ps
 from patrickstar import testing
 from patrickstar._engine.engine import Engine
 
-from .zoo import WIDTH, Stack, assert_blocks_exact, linear, normal_batches, tokens, train, update
+from .zoo import WIDTH, Stack, assert_blocks_exact, linear, module, normal, normal_batches, tokens, train, update
 
 
-class Recurrent(nn.Module):
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x):
-        return self.layer(x)[0]
+def recurrent(*args, layer=nn.LSTM, **options):
+    return module(lambda m, x: m.layer(x)[0], layer=lambda: layer(*args, batch_first=True, **options))
 
 
-class PackedRecurrent(nn.Module):
-    """Sequences of different lengths in a PackedSequence."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.LSTM(WIDTH, WIDTH, batch_first=True)
-
-    def forward(self, x):
-        packed = pack_padded_sequence(x, torch.tensor([3, 2]), batch_first=True)
-        return pad_packed_sequence(self.layer(packed)[0], batch_first=True)[0]
+def packed(m, x):
+    """Call an LSTM with sequences of different lengths."""
+    sequences = pack_padded_sequence(x, torch.tensor([3, 2]), batch_first=True)
+    return pad_packed_sequence(m.layer(sequences)[0], batch_first=True)[0]
 
 
-class Attention(nn.Module):
-    def __init__(self, need_weights, **kwargs):
-        super().__init__()
-        self.attention, self.need_weights = nn.MultiheadAttention(WIDTH, 2, batch_first=True, **kwargs), need_weights
+def attention(need_weights, **options):
+    def build():
+        return nn.MultiheadAttention(WIDTH, 2, batch_first=True, **options)
+
+    return module(lambda m, x: m.attention(x, x, x, need_weights=need_weights)[0], attention=build)
+
+
+def decoder():
+    return nn.TransformerDecoderLayer(WIDTH, 2, 2 * WIDTH, dropout=0.1, batch_first=True)
+
+
+class ChannelsLast(nn.Sequential):
+    """Layers with input shape (batch, channels, positions)."""
 
     def forward(self, x):
-        return self.attention(x, x, x, need_weights=self.need_weights)[0]
-
-
-class Decoder(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.TransformerDecoderLayer(WIDTH, 2, 2 * WIDTH, dropout=0.1, batch_first=True)
-
-    def forward(self, x):
-        return self.layer(x, torch.tanh(x))
-
-
-class ChannelsLast(nn.Module):
-    """A layer with input shape (batch, channels, positions)."""
-
-    def __init__(self, *layers):
-        super().__init__()
-        self.layers = nn.Sequential(*layers)
-
-    def forward(self, x):
-        return self.layers(x.transpose(1, 2)).transpose(1, 2)
-
-
-class Pair(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.bilinear, self.slopes = nn.Bilinear(WIDTH, WIDTH, WIDTH), nn.PReLU(3)
-
-    def forward(self, x):
-        return self.slopes(self.bilinear(x, torch.tanh(x)))
+        return super().forward(x.transpose(1, 2)).transpose(1, 2)
 
 
 def encoder_layer():
@@ -84,21 +53,25 @@ def encoder():
 
 
 LAYERS = {
-    "LSTM": lambda: Recurrent(nn.LSTM(WIDTH, WIDTH, 2, batch_first=True)),
-    "LSTM, both ways": lambda: Recurrent(nn.LSTM(WIDTH, WIDTH // 2, bidirectional=True, batch_first=True)),
-    "LSTM, projected": lambda: Recurrent(nn.LSTM(WIDTH, 2 * WIDTH, proj_size=WIDTH, batch_first=True)),
-    "LSTM, packed": PackedRecurrent,
-    "GRU": lambda: Recurrent(nn.GRU(WIDTH, WIDTH, 2, batch_first=True)),
-    "attention": lambda: Attention(need_weights=False),
-    "attention with weights": lambda: Attention(need_weights=True, dropout=0.1),
-    "attention, projections apart": lambda: Attention(need_weights=True, kdim=WIDTH, vdim=WIDTH, add_bias_kv=True),
+    "LSTM": recurrent(WIDTH, WIDTH, 2),
+    "LSTM, both ways": recurrent(WIDTH, WIDTH // 2, bidirectional=True),
+    "LSTM, projected": recurrent(WIDTH, 2 * WIDTH, proj_size=WIDTH),
+    "LSTM, packed": module(packed, layer=lambda: nn.LSTM(WIDTH, WIDTH, batch_first=True)),
+    "GRU": recurrent(WIDTH, WIDTH, 2, layer=nn.GRU),
+    "attention": attention(need_weights=False),
+    "attention with weights": attention(need_weights=True, dropout=0.1),
+    "attention, projections apart": attention(need_weights=True, kdim=WIDTH, vdim=WIDTH, add_bias_kv=True),
     "transformer encoder": encoder,
-    "transformer decoder": Decoder,
+    "transformer decoder": module(lambda m, x: m.layer(x, torch.tanh(x)), layer=decoder),
     "convolutions and batch norm": lambda: ChannelsLast(
         nn.Conv1d(WIDTH, WIDTH, 3, padding=1), nn.BatchNorm1d(WIDTH), nn.ReLU(), nn.Conv1d(WIDTH, WIDTH, 1)
     ),
     "group norm": lambda: ChannelsLast(nn.GroupNorm(2, WIDTH), nn.Conv1d(WIDTH, WIDTH, 1, groups=2)),
-    "bilinear, PReLU": Pair,
+    "bilinear, PReLU": module(
+        lambda m, x: m.slopes(m.bilinear(x, torch.tanh(x))),
+        bilinear=lambda: nn.Bilinear(WIDTH, WIDTH, WIDTH),
+        slopes=lambda: nn.PReLU(3),
+    ),
 }
 
 
@@ -106,8 +79,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not sup
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-def test_layer(layer, config, checkpointing):
-    assert_blocks_exact(LAYERS[layer], config, checkpointing)
+def test_layer(layer, config, recomputing):
+    assert_blocks_exact(LAYERS[layer], config, recomputing)
 
 
 @pytest.mark.parametrize("layer", LAYERS)
@@ -131,50 +104,38 @@ def test_layer_in_eval_between_steps(layer, without_grad, config):
     testing.compare(lambda: Stack([LAYERS[layer]()]), config, script)
 
 
-class Embeddings(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.words, self.locations = nn.Embedding(11, WIDTH, padding_idx=0), nn.Embedding(5, WIDTH)
-        self.bag, self.body = nn.EmbeddingBag(11, WIDTH, mode="sum"), linear()
-
-    def forward(self, ids):
-        x = self.words(ids) + self.locations(torch.arange(ids.shape[1])) + self.bag(ids)[:, None]
-        return self.body(x)
+def embed(m, ids):
+    return m.body(m.words(ids) + m.locations(torch.arange(ids.shape[1])) + m.bag(ids)[:, None])
 
 
-def test_embeddings(config):
-    testing.assert_exact(Embeddings, [(tokens(11, 2, 5, seed=step),) for step in range(3)], config)
+EMBEDDINGS = {
+    "of three kinds": module(
+        embed,
+        words=lambda: nn.Embedding(11, WIDTH, padding_idx=0),
+        locations=lambda: nn.Embedding(5, WIDTH),
+        bag=lambda: nn.EmbeddingBag(11, WIDTH, mode="sum"),
+        body=linear,
+    ),
+    "rescaled in forward": module(
+        lambda m, ids: m.body(m.words(ids)), words=lambda: nn.Embedding(11, WIDTH, max_norm=1.0), body=linear
+    ),
+}
 
 
-class EmbeddingRenormalised(nn.Module):
-    """Embedding with max_norm, which writes to its weight in forward."""
-
-    def __init__(self):
-        super().__init__()
-        self.words, self.body = nn.Embedding(11, WIDTH, max_norm=1.0), linear()
-
-    def forward(self, ids):
-        return self.body(self.words(ids))
-
-
-def test_embedding_that_rescales_its_weight(config):
-    testing.assert_exact(EmbeddingRenormalised, [(tokens(11, 2, 5, seed=step),) for step in range(3)], config)
+@pytest.mark.parametrize("kind", EMBEDDINGS)
+def test_embeddings(kind, config):
+    testing.assert_exact(EMBEDDINGS[kind], [(tokens(11, 2, 5, seed=step),) for step in range(3)], config)
 
 
 @pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell], ids=lambda cell: cell.__name__)
 def test_recurrent_cell_unrolled(cell, config):
-    class Unrolled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.cell, self.head = cell(WIDTH, WIDTH), linear()
+    def forward(m, x):
+        state = None
+        for position in x.unbind(1):
+            state = m.cell(position, state)
+        return m.head(state[0] if isinstance(state, tuple) else state)
 
-        def forward(self, x):
-            state = None
-            for position in x.unbind(1):
-                state = self.cell(position, state)
-            return self.head(state[0] if isinstance(state, tuple) else state)
-
-    testing.assert_exact(Unrolled, normal_batches(), config)
+    testing.assert_exact(module(forward, cell=lambda: cell(WIDTH, WIDTH), head=linear), normal_batches(), config)
 
 
 def test_hidden_state_carried_from_step_to_step(config):
@@ -191,29 +152,23 @@ def test_hidden_state_carried_from_step_to_step(config):
     testing.compare(lambda: nn.LSTM(WIDTH, WIDTH, batch_first=True), config, script)
 
 
-class TwoLayers(nn.Module):
-    """Encoder layers, which take a fast path in inference."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(2)))
-
-    def forward(self, x):
-        return self.layers(x)
-
-
 def test_copies_of_attention_layers_call_their_own_forward():
-    x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(1))
-    engine = Engine(TwoLayers, ps.Config(device="cpu", precision="fp32"), meter=testing.NoMeter())
+    """Encoder layers take a fast path in inference."""
+    x = normal(2, 3, WIDTH, seed=1)
+    engine = Engine(
+        lambda: nn.Sequential(encoder_layer(), encoder_layer()),
+        ps.Config(device="cpu", precision="fp32"),
+        meter=testing.NoMeter(),
+    )
     copied, pickled = copy.deepcopy(engine.module).eval(), pickle.loads(pickle.dumps(engine.module)).eval()
-    layer = engine.module.layers[0]
+    layer = engine.module[0]
     assert "forward" in vars(layer)
     engine.eval()
     with torch.no_grad():
         expected = engine(x)
         for module in (copied, pickled):
             assert torch.equal(module(x), expected)
-            module.layers[0].linear1.bias.add_(1)
+            module[0].linear1.bias.add_(1)
             assert not torch.equal(module(x), expected) and torch.equal(engine(x), expected)
     engine.close()
     assert "forward" not in vars(layer)

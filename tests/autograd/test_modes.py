@@ -7,7 +7,7 @@ from toys import mean_square
 
 from patrickstar import testing
 
-from .zoo import WIDTH, Stack, linear, mlp, normal, normal_batches, train, update
+from .zoo import WIDTH, Stack, compare_steps, linear, mlp, module, normal, normal_batches, train, update
 
 
 @pytest.fixture(params=[torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
@@ -15,13 +15,13 @@ def without_grad(request):
     return request.param
 
 
-class WithDropout(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(linear(), nn.Dropout(0.3), nn.LayerNorm(WIDTH), linear())
+with_dropout = module(
+    lambda m, x: x + m.layers(x), layers=lambda: nn.Sequential(linear(), nn.Dropout(0.3), nn.LayerNorm(WIDTH), linear())
+)
 
-    def forward(self, x):
-        return x + self.layers(x)
+
+def build(checkpointing="off"):
+    return Stack([with_dropout(), mlp()], checkpointing)
 
 
 def evaluate(trainer, without_grad):
@@ -43,34 +43,29 @@ def test_eval_before_the_first_step_and_between_steps(without_grad, config, chec
             seen += [evaluate(trainer, without_grad), evaluate(trainer, without_grad)]
         return seen
 
-    testing.compare(lambda: Stack([WithDropout(), mlp()], checkpointing), config, script)
+    testing.compare(lambda: build(checkpointing), config, script)
 
 
 def test_eval_between_forward_and_backward(without_grad, config, checkpointing):
-    def script(trainer, optimizer):
-        seen = []
-        for (x,) in normal_batches():
-            loss = mean_square(trainer(x))
-            seen += [evaluate(trainer, without_grad), update(trainer, optimizer, loss)]
-        return seen
+    def step(trainer, optimizer, x):
+        loss = mean_square(trainer(x))
+        return evaluate(trainer, without_grad), update(trainer, optimizer, loss)
 
-    testing.compare(lambda: Stack([WithDropout(), mlp()], checkpointing), config, script)
+    compare_steps(lambda: build(checkpointing), config, step)
 
 
 def test_eval_between_backward_and_step(without_grad, config, checkpointing):
     """Gradients are stored in place of the weights that evaluation needs."""
 
-    def script(trainer, optimizer):
-        seen = []
-        for (x,) in normal_batches():
-            loss = mean_square(trainer(x))
-            trainer.backward(loss)
-            seen += [loss.detach(), evaluate(trainer, without_grad)]
-            optimizer.step()
-            optimizer.zero_grad()
-        return seen
+    def step(trainer, optimizer, x):
+        loss = mean_square(trainer(x))
+        trainer.backward(loss)
+        yield loss.detach()
+        yield evaluate(trainer, without_grad)
+        optimizer.step()
+        optimizer.zero_grad()
 
-    testing.compare(lambda: Stack([WithDropout(), mlp()], checkpointing), config, script)
+    compare_steps(lambda: build(checkpointing), config, step)
 
 
 def test_eval_between_micro_batches(without_grad, config):
@@ -85,7 +80,7 @@ def test_eval_between_micro_batches(without_grad, config):
             optimizer.zero_grad()
         return seen
 
-    testing.compare(lambda: Stack([WithDropout(), mlp()]), config, script)
+    testing.compare(build, config, script)
 
 
 def test_forward_with_grad_in_eval_mode(config):
@@ -95,45 +90,34 @@ def test_forward_with_grad_in_eval_mode(config):
         trainer.module.eval()
         return train(trainer)
 
-    testing.compare(lambda: Stack([WithDropout(), mlp()]), config, script)
-
-
-class PartlyWithoutGrad(nn.Module):
-    """A feature extractor that runs without gradients although its weights are trainable."""
-
-    def __init__(self):
-        super().__init__()
-        self.features, self.body = mlp(), mlp()
-
-    def forward(self, x):
-        with torch.no_grad():
-            features = self.features(x)
-        return self.body(features) + self.features(x)
+    testing.compare(build, config, script)
 
 
 def test_no_grad_inside_forward(config):
-    testing.assert_exact(lambda: Stack([PartlyWithoutGrad()]), normal_batches(), config)
+    """A feature extractor runs without gradients although its weights are trainable."""
+
+    def forward(m, x):
+        with torch.no_grad():
+            features = m.features(x)
+        return m.body(features) + m.features(x)
+
+    build = module(forward, features=mlp, body=mlp)
+    testing.assert_exact(lambda: Stack([build()]), normal_batches(), config)
 
 
 def test_another_shape_at_each_step(config, checkpointing):
     shapes = [(2, 3), (2, 7), (1, 1), (3, 3), (2, 7)]
     batches = [(normal(batch, length, WIDTH, seed=length),) for batch, length in shapes]
-    testing.assert_exact(lambda: Stack([WithDropout(), mlp()], checkpointing), batches, config)
-
-
-class RepeatsItsBlock(nn.Module):
-    """The number of layers that run is an input."""
-
-    def __init__(self):
-        super().__init__()
-        self.block, self.head = mlp(), linear()
-
-    def forward(self, x, times):
-        for _ in range(times):
-            x = self.block(x)
-        return self.head(x)
+    testing.assert_exact(lambda: build(checkpointing), batches, config)
 
 
 def test_another_depth_at_each_step(config):
+    """The number of layers that run is an input."""
+
+    def forward(m, x, times):
+        for _ in range(times):
+            x = m.block(x)
+        return m.head(x)
+
     batches = [(*batch, times) for batch, times in zip(normal_batches(4), [2, 0, 3, 1], strict=True)]
-    testing.assert_exact(RepeatsItsBlock, batches, config)
+    testing.assert_exact(module(forward, block=mlp, head=linear), batches, config)

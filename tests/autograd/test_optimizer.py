@@ -9,7 +9,7 @@ import patrickstar as ps
 from patrickstar import testing
 from patrickstar.errors import PatrickStarError
 
-from .zoo import Stack, linear, mlp, normal_batches, small_chunks, train, update
+from .zoo import Stack, compare_steps, linear, mlp, normal_batches, small_chunks, train, update
 
 
 def build():
@@ -29,34 +29,15 @@ def test_clipping_by_global_norm(max_norm, config, checkpointing):
 
 
 def test_the_norm_that_clipping_returns(config):
-    def script(trainer, optimizer):
-        norms = []
-        for (x,) in normal_batches():
-            trainer.backward(mean_square(trainer(x)))
-            norms.append(torch.as_tensor(trainer.clip_grad_norm_(1e-2)).clone())
-            optimizer.step()
-            optimizer.zero_grad()
-        assert all(norm > 0 for norm in norms)
-        return norms
+    def step(trainer, optimizer, x):
+        trainer.backward(mean_square(trainer(x)))
+        norm = torch.as_tensor(trainer.clip_grad_norm_(1e-2)).clone()
+        assert norm > 0
+        optimizer.step()
+        optimizer.zero_grad()
+        return [norm]
 
-    testing.compare(build, config, script)
-
-
-def test_param_groups(precision):
-    config = small_chunks(precision, param_groups=without_decay_on_vectors)
-    testing.assert_exact(build, normal_batches(), config)
-
-
-def test_param_group_changed_between_steps(precision):
-    config = small_chunks(precision, param_groups=without_decay_on_vectors)
-
-    def script(trainer, optimizer):
-        losses = train(trainer, steps=2)
-        optimizer.param_groups[0]["lr"] = 0.0
-        optimizer.param_groups[1]["weight_decay"] = 0.5
-        return losses + train(trainer, steps=2, first=2)
-
-    testing.compare(build, config, script)
+    compare_steps(build, config, step)
 
 
 def test_a_parameter_in_no_group_stays_as_it_is(precision):
@@ -92,22 +73,15 @@ def test_learning_rate_schedule(name, precision):
     testing.compare(build, small_chunks(precision, param_groups=without_decay_on_vectors), script)
 
 
-def test_learning_rate_schedule_in_the_common_loop(config):
-    testing.assert_exact(build, normal_batches(), config, scheduler=SCHEDULERS["StepLR"])
-
-
 def test_zeroing_before_backward_instead_of_after_the_step(config):
-    def script(trainer, optimizer):
-        losses = []
-        for (x,) in normal_batches():
-            optimizer.zero_grad()
-            loss = mean_square(trainer(x))
-            trainer.backward(loss)
-            optimizer.step()
-            losses.append(loss.detach())
-        return losses
+    def step(trainer, optimizer, x):
+        optimizer.zero_grad()
+        loss = mean_square(trainer(x))
+        trainer.backward(loss)
+        optimizer.step()
+        return [loss.detach()]
 
-    testing.compare(build, config, script)
+    compare_steps(build, config, step)
 
 
 def assert_gradients_are_correct_or_raise(trainer):
@@ -125,20 +99,18 @@ def assert_gradients_are_correct_or_raise(trainer):
 def test_reading_a_gradient_never_gives_wrong_data(accumulation, config):
     """`p.grad` is always correct, None, or raises an error that names the parameter."""
 
-    def script(trainer, optimizer):
-        gradients = []
-        for (x,) in normal_batches():
+    def step(trainer, optimizer, x):
+        assert_gradients_are_correct_or_raise(trainer)
+        for sign in [1, -1][:accumulation]:
+            trainer.backward(mean_square(trainer(sign * x)))
             assert_gradients_are_correct_or_raise(trainer)
-            for sign in [1, -1][:accumulation]:
-                trainer.backward(mean_square(trainer(sign * x)))
-                assert_gradients_are_correct_or_raise(trainer)
-            gradients += [trainer.gradient(name) for name, _ in trainer.module.named_parameters()]
-            optimizer.step()
-            assert_gradients_are_correct_or_raise(trainer)
-            optimizer.zero_grad()
+        gradients = [trainer.gradient(name) for name, _ in trainer.module.named_parameters()]
+        optimizer.step()
+        assert_gradients_are_correct_or_raise(trainer)
+        optimizer.zero_grad()
         return gradients
 
-    testing.compare(build, config, script)
+    compare_steps(build, config, step)
 
 
 def test_an_assigned_gradient_is_not_silently_lost(config):

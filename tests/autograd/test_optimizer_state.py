@@ -1,7 +1,6 @@
 """State of optimizers: saved, loaded, exchanged with `torch.optim`, and refused where it does not fit."""
 
 import copy
-import io
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from patrickstar import testing
 from patrickstar.errors import ModelError
 
 from .optimizer_cases import OPTIMIZERS, SOME, Counting, SignSGD, Torch, build, plain_sgd, plain_steps
-from .zoo import small_chunks, train
+from .zoo import small_chunks, through_a_file, train
 
 
 @pytest.fixture(params=["bf16", "fp16", "fp32"])
@@ -25,13 +24,6 @@ def config(request, precision):
 
 
 # State
-
-
-def through_a_file(state):
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file)
 
 
 def test_resuming(config):

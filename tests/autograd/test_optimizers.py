@@ -1,6 +1,5 @@
 """Optimizers other than Adam: those of this package, of `torch.optim`, and user-defined ones."""
 
-import functools
 from functools import partial
 
 import pytest
@@ -14,7 +13,7 @@ from patrickstar import testing
 from patrickstar.errors import ConfigError, PatrickStarError
 
 from .optimizer_cases import OPTIMIZERS, SOME, Torch, build, plain_sgd
-from .zoo import WIDTH, linear, normal, normal_batches, small_chunks, train
+from .zoo import WIDTH, linear, module, normal, normal_batches, small_chunks, train
 
 
 @pytest.fixture(params=["bf16", "fp16", "fp32"])
@@ -29,6 +28,8 @@ def config(request, precision):
 
 # The same bits as plain PyTorch
 
+WARM_UP = partial(lr_scheduler.LambdaLR, lr_lambda=lambda step: step / 3)
+
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_steps(name, precision):
@@ -36,9 +37,9 @@ def test_steps(name, precision):
 
 
 @pytest.mark.parametrize("name", SOME)
-def test_steps_where_everything_fits(name, checkpointing):
+def test_steps_where_everything_fits(name, recomputing):
     config = small_chunks("bf16", optimizer=OPTIMIZERS[name])
-    testing.assert_exact(lambda: build(checkpointing), normal_batches(4), config, stress=False)
+    testing.assert_exact(lambda: build(recomputing), normal_batches(4), config, stress=False)
 
 
 @pytest.mark.parametrize("max_norm", [1e-3, 1e3], ids=["clipped", "left alone"])
@@ -47,8 +48,11 @@ def test_clipping_and_accumulation(max_norm, config):
 
 
 def test_a_learning_rate_schedule(config):
-    scheduler = functools.partial(lr_scheduler.LambdaLR, lr_lambda=lambda step: step / 3)
-    testing.assert_exact(build, normal_batches(4), config, scheduler=scheduler)
+    testing.assert_exact(build, normal_batches(4), config, scheduler=WARM_UP)
+
+
+def test_a_learning_rate_schedule_of_adamw(precision):
+    testing.assert_exact(build, normal_batches(4), small_chunks(precision), scheduler=WARM_UP)
 
 
 def test_a_schedule_that_moves_the_momentum_too(precision):
@@ -75,6 +79,7 @@ def momentum_for_matrices(model):
 
 
 GROUPED = {
+    "AdamW": ps.AdamW(lr=1e-2, weight_decay=0.1, param_groups=decay_and_speed),
     "SGD": ps.SGD(lr=0.1, momentum=0.9, param_groups=decay_and_speed),
     "SGD, momentum in one": ps.SGD(lr=0.1, momentum=0.9, param_groups=momentum_for_matrices),
     "Lion": ps.Lion(lr=1e-2, param_groups=decay_and_speed),
@@ -88,7 +93,9 @@ def test_param_groups(name, precision):
         losses = train(trainer, steps=2)
         optimizer.param_groups[0]["lr"] = 0.5
         optimizer.param_groups[1]["weight_decay"] = 0.2
-        return losses + train(trainer, steps=2, first=2)
+        losses += train(trainer, steps=2, first=2)
+        optimizer.param_groups[0]["lr"] = 0.0
+        return losses + train(trainer, steps=1, first=4)
 
     testing.compare(build, small_chunks(precision, optimizer=GROUPED[name]), script)
 
@@ -125,36 +132,25 @@ def test_a_parameter_that_is_unfrozen_later(config):
     testing.compare(frozen, config, script)
 
 
-class Transposed(nn.Module):
+def test_dense_strides_of_any_order(config):
     """A column-major weight and a channels-last weight."""
 
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, 2 * WIDTH).t())
-        self.kernel = nn.Parameter(torch.randn(3, 2, 3, 3).to(memory_format=torch.channels_last))
+    def forward(m, x):
+        return nn.functional.conv2d((x @ m.weight.t()).view(-1, 2, 4, 6), m.kernel)
 
-    def forward(self, x):
-        image = (x @ self.weight.t()).view(-1, 2, 4, 6)
-        return nn.functional.conv2d(image, self.kernel)
-
-
-def test_dense_strides_of_any_order(config):
-    testing.assert_exact(Transposed, normal_batches(3, 2, 3, WIDTH), config)
-
-
-class Doubles(nn.Module):
-    """Half of the model in double precision, as are its masters and optimizer states."""
-
-    def __init__(self):
-        super().__init__()
-        self.single, self.double_ = linear(), linear().double()
-
-    def forward(self, x):
-        return self.double_(self.single(x.float()).double())
+    build = module(
+        forward,
+        weight=lambda: nn.Parameter(torch.randn(WIDTH, 2 * WIDTH).t()),
+        kernel=lambda: nn.Parameter(torch.randn(3, 2, 3, 3).to(memory_format=torch.channels_last)),
+    )
+    testing.assert_exact(build, normal_batches(3, 2, 3, WIDTH), config)
 
 
 def test_double_precision(config):
-    testing.assert_exact(Doubles, normal_batches(), config)
+    """Half of the model in double precision, as are its masters and optimizer states."""
+    half = {"single": linear, "double_": lambda: linear().double()}
+    build = module(lambda m, x: m.double_(m.single(x.float()).double()), **half)
+    testing.assert_exact(build, normal_batches(), config)
 
 
 def test_a_step_that_overflows_changes_no_state():
@@ -171,20 +167,9 @@ def test_a_step_that_overflows_changes_no_state():
 # Bytes
 
 
-BYTES = {
-    "ps: SGD": 6,
-    "ps: SGD with momentum": 10,
-    "ps: Lion": 10,
-    "ps: AdamW, 8-bit": 8,
-    "ps: a user's": 10,
-    "torch: SGD": 6,
-    "torch: SGD with momentum": 10,
-    "torch: RMSprop": 10,
-    "torch: RMSprop, centered": 18,
-    "torch: NAdam": 14,
-    "torch: AdamW": 14,
-    "torch: AdamW, amsgrad": 18,
-}
+BYTES = {"ps: SGD": 6, "ps: SGD with momentum": 10, "ps: Lion": 10, "ps: AdamW, 8-bit": 8, "ps: a user's": 10}
+BYTES |= {"torch: SGD": 6, "torch: SGD with momentum": 10, "torch: RMSprop": 10, "torch: RMSprop, centered": 18}
+BYTES |= {"torch: NAdam": 14, "torch: AdamW": 14, "torch: AdamW, amsgrad": 18}
 
 
 @pytest.mark.parametrize("name", BYTES)

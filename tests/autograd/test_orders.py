@@ -15,19 +15,17 @@ from patrickstar import testing
 from patrickstar._engine.engine import Engine
 from patrickstar.errors import ModelError, TrainingError
 
-from .zoo import WIDTH, linear, normal, small_chunks
+from .zoo import WIDTH, Stack, linear, module, normal, small_chunks, weight
 
 
-class Chain(nn.Module):
-    def __init__(self, checkpointing=False):
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(linear(), nn.Tanh(), linear()) for _ in range(3))
-        self.checkpointing = checkpointing
+def chain(checkpointing="off"):
+    return Stack([nn.Sequential(linear(), nn.Tanh(), linear()) for _ in range(3)], checkpointing)
 
-    def forward(self, x):
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.checkpointing else block(x)
-        return x
+
+def half_frozen():
+    model = chain()
+    model.blocks[1].requires_grad_(False)
+    return model
 
 
 def batch(number):
@@ -38,16 +36,12 @@ def test_gradients_dropped_through_the_attribute():
     def script(trainer, optimizer):
         for number in range(2):
             trainer.backward(mean_square(trainer(batch(number))))
-            if isinstance(trainer, Engine):
-                for param in trainer.module.blocks[0].parameters():
-                    param.grad = None
-            else:
-                for param in trainer.module.blocks[0].parameters():
-                    trainer.masters[param].grad = None
+            for param in trainer.module.blocks[0].parameters():
+                (param if isinstance(trainer, Engine) else trainer.masters[param]).grad = None
             optimizer.step()
         return []
 
-    testing.compare(Chain, small_chunks("bf16"), script)
+    testing.compare(chain, small_chunks("bf16"), script)
 
 
 def test_clipping_twice_clips_the_clipped_gradients():
@@ -58,11 +52,11 @@ def test_clipping_twice_clips_the_clipped_gradients():
         optimizer.step()
         return norms + gradients
 
-    testing.compare(Chain, small_chunks("bf16"), script)
+    testing.compare(chain, small_chunks("bf16"), script)
 
 
 def test_backward_after_clipping_is_refused():
-    engine, _ = ps.initialize(Chain, small_chunks("bf16"))
+    engine, _ = ps.initialize(chain, small_chunks("bf16"))
     engine.backward(mean_square(engine(batch(0))))
     engine.clip_grad_norm_(1.0)
     loss = mean_square(engine(batch(1)))
@@ -83,7 +77,7 @@ def test_loading_an_optimizer_that_had_not_stepped():
             optimizer.step()
         return []
 
-    testing.compare(Chain, small_chunks("fp32"), script)
+    testing.compare(chain, small_chunks("fp32"), script)
 
 
 def test_unfreezing_under_inference_mode():
@@ -98,21 +92,11 @@ def test_unfreezing_under_inference_mode():
         optimizer.step()
         return [seen.sum()]
 
-    def build():
-        model = Chain()
-        model.blocks[1].requires_grad_(False)
-        return model
-
-    testing.compare(build, small_chunks("bf16"), script)
+    testing.compare(half_frozen, small_chunks("bf16"), script)
 
 
 def test_unfreezing_in_the_middle_of_a_step_is_refused_by_name():
-    def build():
-        model = Chain()
-        model.blocks[1].requires_grad_(False)
-        return model
-
-    engine, _ = ps.initialize(build, small_chunks("bf16"))
+    engine, _ = ps.initialize(half_frozen, small_chunks("bf16"))
     engine(batch(0))
     engine.module.blocks[1].requires_grad_(True)
     with pytest.raises(ModelError, match=r"blocks\.1\.0\.weight.*middle of a step"):
@@ -135,7 +119,7 @@ def test_backward_in_another_thread(checkpointing):
             losses.append(loss.detach())
         return losses
 
-    testing.compare(lambda: Chain(checkpointing), small_chunks("bf16"), script)
+    testing.compare(lambda: chain("non-reentrant" if checkpointing else "off"), small_chunks("bf16"), script)
 
 
 class TwoMatmuls(torch.autograd.Function):
@@ -156,17 +140,6 @@ class TwoMatmuls(torch.autograd.Function):
         )
 
 
-class TwoWeights(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = (nn.Parameter(torch.randn(WIDTH, WIDTH)) for _ in range(2))
-        self.body = linear()
-
-    def forward(self, x):
-        inside = checkpoint(TwoMatmuls.apply, x, self.first, self.second, use_reentrant=False)
-        return self.body(inside)
-
-
 def test_a_function_of_two_weights_under_checkpointing():
     def script(trainer, optimizer):
         loss = mean_square(trainer(batch(0)))
@@ -176,11 +149,17 @@ def test_a_function_of_two_weights_under_checkpointing():
         optimizer.step()
         return [loss.detach()]
 
-    testing.compare(TwoWeights, small_chunks("fp32"), script)
+    two_weights = module(
+        lambda m, x: m.body(checkpoint(TwoMatmuls.apply, x, m.first, m.second, use_reentrant=False)),
+        first=weight,
+        second=weight,
+        body=linear,
+    )
+    testing.compare(two_weights, small_chunks("fp32"), script)
 
 
 def test_an_unreferenced_engine_leaves_a_plain_model():
-    module = Chain()
+    module = chain()
     engine, optimizer = ps.initialize(module, small_chunks("bf16"))
     gone = weakref.ref(engine)
     del engine, optimizer
@@ -193,8 +172,8 @@ def test_an_unreferenced_engine_leaves_a_plain_model():
 
 def test_a_refusal_half_way_leaves_the_model_usable():
     with torch.device("meta"):
-        module = Chain()
-    state = Chain().state_dict()
+        module = chain()
+    state = chain().state_dict()
 
     def failing(name):
         if name == "blocks.1.0.weight":
@@ -210,15 +189,15 @@ def test_a_refusal_half_way_leaves_the_model_usable():
 
 
 def test_backward_after_close_is_an_error_that_names_a_parameter():
-    engine, _ = ps.initialize(Chain, small_chunks("bf16"))
+    engine, _ = ps.initialize(chain, small_chunks("bf16"))
     loss = mean_square(engine(batch(0)))
     engine.close()
-    with pytest.raises(TrainingError, match=r"blocks\..*closed"):
+    with pytest.raises(TrainingError, match=r"head\..*closed"):
         loss.backward()
 
 
 def test_a_read_of_the_dtype_name_is_not_mistaken_for_a_read_of_nothing():
-    engine = testing.stressed(Chain, small_chunks("bf16"))
+    engine = testing.stressed(chain, small_chunks("bf16"))
     weight = engine.module.blocks[0][0].weight
     assert torch.isfinite(weight.type(torch.float32)).all()
     assert "nan" not in f"{weight}"

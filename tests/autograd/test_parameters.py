@@ -9,92 +9,12 @@ from toys import mean_square
 
 from patrickstar import testing
 
-from .zoo import (
-    WIDTH,
-    Stack,
-    assert_blocks_exact,
-    linear,
-    normal_batches,
-    small_chunks,
-    train,
-    update,
-    weight,
-)
+from .zoo import WIDTH, Stack, assert_blocks_exact, linear, module, normal_batches, small_chunks, train, update, weight
 
 
-class Scalar(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.scale, self.linear = nn.Parameter(torch.tensor(0.5)), linear()
-
-    def forward(self, x):
-        return self.linear(x * self.scale) + self.scale
-
-
-class Empty(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.nothing, self.weight = nn.Parameter(torch.empty(0, WIDTH)), weight()
-
-    def forward(self, x):
-        return F.linear(x, torch.cat([self.weight, self.nothing]))
-
-
-class EmptyAndUnused(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.nothing, self.linear = nn.Parameter(torch.empty(0)), linear()
-
-    def forward(self, x):
-        return self.linear(x)
-
-
-class LargerThanAChunk(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 16 * WIDTH), nn.Linear(16 * WIDTH, WIDTH)
-
-    def forward(self, x):
-        return self.down(torch.relu(self.up(x)))
-
-
-class Transposed(nn.Module):
-    """Linear with a non-contiguous weight."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, 2 * WIDTH).t())
-
-    def forward(self, x):
-        return F.linear(F.linear(x, self.weight), self.weight.t())
-
-
-class MixedDtypes(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.low, self.high = linear().to(torch.bfloat16), linear().to(torch.float32)
-
-    def forward(self, x):
-        hidden = torch.tanh(self.low(x.to(self.low.weight.dtype)))
-        return self.high(hidden.to(self.high.weight.dtype)).to(x.dtype)
-
-
-class WeightNorm(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = parametrizations.weight_norm(linear())
-
-    def forward(self, x):
-        return self.linear(x)
-
-
-class SpectralNorm(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = parametrizations.spectral_norm(linear())
-
-    def forward(self, x):
-        return self.linear(x)
+def mixed_dtypes(m, x):
+    hidden = torch.tanh(m.low(x.to(m.low.weight.dtype)))
+    return m.high(hidden.to(m.high.weight.dtype)).to(x.dtype)
 
 
 class SavingMatmul(torch.autograd.Function):
@@ -122,7 +42,7 @@ class StashingMatmul(torch.autograd.Function):
         return grad @ ctx.matrix.t(), x.flatten(0, -2).t() @ grad.flatten(0, -2)
 
 
-class ModuleStashingMatmul(torch.autograd.Function):
+class StashingModule(torch.autograd.Function):
     """Reads the weight from the module in forward and backward, not from its arguments."""
 
     @staticmethod
@@ -137,107 +57,83 @@ class ModuleStashingMatmul(torch.autograd.Function):
         return grad @ ctx.module.weight.t(), x.flatten(0, -2).t() @ grad.flatten(0, -2), None
 
 
-class SavedByFunction(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = weight()
-
-    def forward(self, x):
-        return SavingMatmul.apply(x, self.weight)
+def norm():
+    layer = nn.LayerNorm(WIDTH).requires_grad_(False)
+    nn.init.uniform_(layer.weight)
+    return layer
 
 
-class StashedByFunction(SavedByFunction):
-    def forward(self, x):
-        return StashingMatmul.apply(x, self.weight)
+def frozen():
+    return linear().requires_grad_(False)
 
 
-class ReadFromModuleByFunction(SavedByFunction):
-    def forward(self, x):
-        return ModuleStashingMatmul.apply(x, self.weight, self)
+def bias_only():
+    layer = linear()
+    layer.weight.requires_grad_(False)
+    return layer
 
 
-class ViewStashedByFunction(SavedByFunction):
-    def forward(self, x):
-        return StashingMatmul.apply(x, self.weight.t())
+larger_than_a_chunk = module(
+    lambda m, x: m.down(torch.relu(m.up(x))),
+    up=lambda: nn.Linear(WIDTH, 16 * WIDTH),
+    down=lambda: nn.Linear(16 * WIDTH, WIDTH),
+)
+# A frozen base with a trainable low-rank correction.
+adapter = module(
+    lambda m, x: torch.tanh(m.base(x) + m.up(m.down(x))),
+    base=frozen,
+    down=lambda: nn.Linear(WIDTH, 2, bias=False),
+    up=lambda: nn.Linear(2, WIDTH, bias=False),
+)
+wholly_frozen = module(
+    lambda m, x: m.inner(x), inner=lambda: nn.Sequential(linear(), nn.GELU(), linear()).requires_grad_(False)
+)
+KINDS = {
+    "scalar": module(
+        lambda m, x: m.linear(x * m.scale) + m.scale, scale=lambda: nn.Parameter(torch.tensor(0.5)), linear=linear
+    ),
+    "empty": module(
+        lambda m, x: F.linear(x, torch.cat([m.weight, m.nothing])),
+        nothing=lambda: nn.Parameter(torch.empty(0, WIDTH)),
+        weight=weight,
+    ),
+    "empty and unused": module(lambda m, x: m.linear(x), nothing=lambda: nn.Parameter(torch.empty(0)), linear=linear),
+    "larger than a chunk": larger_than_a_chunk,
+    "not contiguous": module(
+        lambda m, x: F.linear(F.linear(x, m.weight), m.weight.t()),
+        weight=lambda: nn.Parameter(torch.randn(WIDTH, 2 * WIDTH).t()),
+    ),
+    "weight norm": module(lambda m, x: m.linear(x), linear=lambda: parametrizations.weight_norm(linear())),
+    "saved by a function": module(lambda m, x: SavingMatmul.apply(x, m.weight), weight=weight),
+    "stashed by a function": module(lambda m, x: StashingMatmul.apply(x, m.weight), weight=weight),
+    "read from its module by a function": module(lambda m, x: StashingModule.apply(x, m.weight, m), weight=weight),
+    "view stashed by a function": module(lambda m, x: StashingMatmul.apply(x, m.weight.t()), weight=weight),
+    "frozen norm": module(lambda m, x: m.after(m.norm(m.before(x))), before=linear, norm=norm, after=linear),
+    "adapter": adapter,
+    "trainable bias only": module(lambda m, x: torch.tanh(m.linear(x)), linear=bias_only),
+    "wholly frozen": wholly_frozen,
+}
 
 
-class FrozenNorm(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.before, self.norm, self.after = linear(), nn.LayerNorm(WIDTH), linear()
-        nn.init.uniform_(self.norm.weight)
-        self.norm.requires_grad_(False)
-
-    def forward(self, x):
-        return self.after(self.norm(self.before(x)))
-
-
-class Adapter(nn.Module):
-    """A frozen base with a trainable low-rank correction."""
-
-    def __init__(self):
-        super().__init__()
-        self.base = linear().requires_grad_(False)
-        self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
-
-    def forward(self, x):
-        return torch.tanh(self.base(x) + self.up(self.down(x)))
-
-
-class TrainableBiasOnly(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = linear()
-        self.linear.weight.requires_grad_(False)
-
-    def forward(self, x):
-        return torch.tanh(self.linear(x))
-
-
-class WhollyFrozen(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Sequential(linear(), nn.GELU(), linear()).requires_grad_(False)
-
-    def forward(self, x):
-        return self.inner(x)
-
-
-KINDS = [
-    Scalar,
-    Empty,
-    EmptyAndUnused,
-    LargerThanAChunk,
-    Transposed,
-    WeightNorm,
-    SavedByFunction,
-    StashedByFunction,
-    ReadFromModuleByFunction,
-    ViewStashedByFunction,
-    FrozenNorm,
-    Adapter,
-    TrainableBiasOnly,
-    WhollyFrozen,
-]
-
-
-@pytest.mark.parametrize("block", KINDS, ids=lambda block: block.__name__)
-def test_parameter_kind(block, config, checkpointing):
-    assert_blocks_exact(block, config, checkpointing)
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameter_kind(kind, config, recomputing):
+    assert_blocks_exact(KINDS[kind], config, recomputing)
 
 
 def test_mixed_dtypes(config):
-    testing.assert_exact(lambda: nn.Sequential(MixedDtypes(), MixedDtypes()), normal_batches(), config)
+    build = module(mixed_dtypes, low=lambda: linear().to(torch.bfloat16), high=lambda: linear().to(torch.float32))
+    testing.assert_exact(lambda: nn.Sequential(build(), build()), normal_batches(), config)
 
 
 def test_spectral_norm_which_updates_buffers_from_weights(checkpointing):
     # Its buffers must have the weights' dtype, so plain PyTorch must run it in one precision.
-    assert_blocks_exact(SpectralNorm, small_chunks("fp32"), checkpointing)
+    build = module(lambda m, x: m.linear(x), linear=lambda: parametrizations.spectral_norm(linear()))
+    assert_blocks_exact(build, small_chunks("fp32"), checkpointing)
 
 
 def test_frozen_base_with_adapters_alone_trainable(config):
     def adapted():
-        model = Stack([Adapter(), Adapter()])
+        model = Stack([adapter(), adapter()])
         model.stem.requires_grad_(False)
         model.head.requires_grad_(False)
         return model
@@ -246,10 +142,8 @@ def test_frozen_base_with_adapters_alone_trainable(config):
 
 
 def test_frozen_first_layers_whose_inputs_need_no_gradient(config):
-    def model():
-        return nn.Sequential(WhollyFrozen(), WhollyFrozen(), linear(), WhollyFrozen())
-
-    testing.assert_exact(model, normal_batches(), config)
+    build = lambda: nn.Sequential(wholly_frozen(), wholly_frozen(), linear(), wholly_frozen())  # noqa: E731
+    testing.assert_exact(build, normal_batches(), config)
 
 
 @pytest.mark.parametrize("first_state", [True, False], ids=["frozen-later", "unfrozen-later"])
@@ -286,4 +180,4 @@ def test_everything_frozen_but_one_parameter_at_a_time(config):
 @pytest.mark.parametrize("chunk_bytes", [64, 256, 1024, 65536, "auto"])
 def test_any_chunk_size(chunk_bytes, precision):
     config = small_chunks(precision, chunk_bytes=chunk_bytes)
-    testing.assert_exact(lambda: Stack([LargerThanAChunk(), Adapter()]), normal_batches(), config)
+    testing.assert_exact(lambda: Stack([larger_than_a_chunk(), adapter()]), normal_batches(), config)

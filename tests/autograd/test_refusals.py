@@ -8,76 +8,44 @@ from toys import mean_square
 import patrickstar as ps
 from patrickstar.errors import ModelError
 
-from .zoo import WIDTH, linear, normal, small_chunks, tokens
+from .zoo import WIDTH, linear, module, normal, small_chunks, tokens
 
 
-class SparseEmbedding(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.words, self.body = nn.Embedding(11, WIDTH, sparse=True), linear()
-
-    def forward(self, ids):
-        return self.body(self.words(ids))
+def force(m, x):
+    """Return the gradient of the output with respect to the input, so that training differentiates twice."""
+    x = x.detach().requires_grad_()
+    return torch.autograd.grad(m.body(x).sum(), x, create_graph=True)[0]
 
 
-class SparseFunctionalEmbedding(nn.Module):
-    """Only its forward shows that the gradient is sparse."""
-
-    def __init__(self):
-        super().__init__()
-        self.table, self.body = nn.Parameter(torch.randn(11, WIDTH)), linear()
-
-    def forward(self, ids):
-        return self.body(nn.functional.embedding(ids, self.table, sparse=True))
+def complex_filter():
+    return nn.Parameter(torch.randn(WIDTH, dtype=torch.complex64))
 
 
-class ComplexWeight(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body, self.filter = linear(), nn.Parameter(torch.randn(WIDTH, dtype=torch.complex64))
-
-    def forward(self, x):
-        return torch.fft.ifft(torch.fft.fft(self.body(x).float()) * self.filter).real
-
-
-class SparseWeight(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.connections = nn.Parameter(torch.eye(WIDTH).to_sparse())
-
-    def forward(self, x):
-        return torch.sparse.mm(self.connections, x.flatten(0, -2).t())
-
-
-class Lazy(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body, self.shapeless = linear(), nn.LazyLinear(WIDTH)
-
-    def forward(self, x):
-        return self.shapeless(self.body(x))
-
-
-class Energy(nn.Module):
-    """Returns the gradient of its output with respect to its input, so that training differentiates twice."""
-
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Sequential(linear(), nn.Tanh(), linear())
-
-    def forward(self, x):
-        x = x.detach().requires_grad_()
-        (force,) = torch.autograd.grad(self.body(x).sum(), x, create_graph=True)
-        return force
-
-
+sparse_embedding = module(
+    lambda m, ids: m.body(m.words(ids)), words=lambda: nn.Embedding(11, WIDTH, sparse=True), body=linear
+)
+# Only its forward shows that the gradient is sparse.
+sparse_function = module(
+    lambda m, ids: m.body(nn.functional.embedding(ids, m.table, sparse=True)),
+    table=lambda: nn.Parameter(torch.randn(11, WIDTH)),
+    body=linear,
+)
+complex_weight = module(
+    lambda m, x: torch.fft.ifft(torch.fft.fft(m.body(x).float()) * m.filter).real, body=linear, filter=complex_filter
+)
+sparse_weight = module(
+    lambda m, x: torch.sparse.mm(m.connections, x.flatten(0, -2).t()),
+    connections=lambda: nn.Parameter(torch.eye(WIDTH).to_sparse()),
+)
+lazy = module(lambda m, x: m.shapeless(m.body(x)), body=linear, shapeless=lambda: nn.LazyLinear(WIDTH))
+energy = module(force, body=lambda: nn.Sequential(linear(), nn.Tanh(), linear()))
 REFUSED = {
-    "sparse embedding": (SparseEmbedding, "words.weight", tokens(11, 2, 5)),
-    "sparse gradient of a function": (SparseFunctionalEmbedding, "table", tokens(11, 2, 5)),
-    "complex": (ComplexWeight, "filter", normal(2, 3, WIDTH)),
-    "sparse parameter": (SparseWeight, "connections", normal(2, 3, WIDTH)),
-    "differentiated twice": (Energy, r"body\.\d\.weight", normal(2, 3, WIDTH)),
-    "without a shape": (Lazy, "shapeless.weight", normal(2, 3, WIDTH)),
+    "sparse embedding": (sparse_embedding, "words.weight", tokens(11, 2, 5)),
+    "sparse gradient of a function": (sparse_function, "table", tokens(11, 2, 5)),
+    "complex": (complex_weight, "filter", normal(2, 3, WIDTH)),
+    "sparse parameter": (sparse_weight, "connections", normal(2, 3, WIDTH)),
+    "differentiated twice": (energy, r"body\.\d\.weight", normal(2, 3, WIDTH)),
+    "without a shape": (lazy, "shapeless.weight", normal(2, 3, WIDTH)),
 }
 
 
@@ -95,7 +63,7 @@ def test_model_without_parameters(precision):
 
 
 def test_refusal_leaves_the_module_as_it_was(precision):
-    module = nn.Sequential(linear(), ComplexWeight())
+    module = nn.Sequential(linear(), complex_weight())
     before = {name: value.clone() for name, value in module.state_dict().items()}
     with pytest.raises(ModelError, match="filter"):
         ps.initialize(module, small_chunks(precision))

@@ -7,7 +7,18 @@ from toys import mean_square
 
 from patrickstar import testing
 
-from .zoo import WIDTH, Stack, linear, next_token_loss, normal_batches, small_chunks, tokens, update
+from .zoo import (
+    WIDTH,
+    Stack,
+    compare_steps,
+    linear,
+    module,
+    next_token_loss,
+    normal_batches,
+    small_chunks,
+    tokens,
+    update,
+)
 
 
 class TiedLanguageModel(nn.Module):
@@ -33,40 +44,24 @@ def test_one_block_object_at_several_depths(config, checkpointing):
     testing.assert_exact(shared, normal_batches(), config)
 
 
-class Siamese(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.tower = nn.Sequential(linear(), nn.Tanh(), linear())
-
-    def forward(self, left, right):
-        return self.tower(left) - self.tower(right)
-
-
 def test_siamese_towers(config):
+    tower = {"tower": lambda: nn.Sequential(linear(), nn.Tanh(), linear())}
+    siamese = module(lambda m, left, right: m.tower(left) - m.tower(right), **tower)
     batches = [left + right for left, right in zip(normal_batches(3), normal_batches(6)[3:], strict=True)]
-    testing.assert_exact(Siamese, batches, config)
+    testing.assert_exact(siamese, batches, config)
 
 
 def test_a_weight_read_by_the_loss_outside_forward(config):
-    def script(trainer, optimizer):
-        losses = []
-        for (x,) in normal_batches():
-            hidden = trainer(x)
-            loss = mean_square(F.linear(hidden, trainer.module.head.weight))
-            losses.append(update(trainer, optimizer, loss))
-        return losses
+    def step(trainer, optimizer, x):
+        hidden = trainer(x)
+        return [update(trainer, optimizer, mean_square(F.linear(hidden, trainer.module.head.weight)))]
 
-    testing.compare(lambda: Stack([linear()]), config, script)
+    compare_steps(lambda: Stack([linear()]), config, step)
 
 
 def test_a_penalty_on_all_weights_outside_forward(precision):
-    config = small_chunks(precision, weight_decay=0.0)
+    def step(trainer, optimizer, x):
+        penalty = sum(p.float().pow(2).sum() for p in trainer.module.parameters())
+        return [update(trainer, optimizer, mean_square(trainer(x)) + 0.01 * penalty)]
 
-    def script(trainer, optimizer):
-        losses = []
-        for (x,) in normal_batches():
-            penalty = sum(p.float().pow(2).sum() for p in trainer.module.parameters())
-            losses.append(update(trainer, optimizer, mean_square(trainer(x)) + 0.01 * penalty))
-        return losses
-
-    testing.compare(lambda: Stack([linear()]), config, script)
+    compare_steps(lambda: Stack([linear()]), small_chunks(precision, weight_decay=0.0), step)

@@ -15,7 +15,9 @@ from .zoo import (
     WIDTH,
     Stack,
     assert_blocks_exact,
+    compare_steps,
     linear,
+    module,
     normal,
     normal_batches,
     small_chunks,
@@ -68,30 +70,22 @@ STRUCTURES = {
 }
 
 
-class Packing(nn.Module):
-    def __init__(self, structure):
-        super().__init__()
-        self.pack = STRUCTURES[structure][0]
-        self.first, self.second = linear(), linear()
-
-    def forward(self, x):
-        return self.pack(self.first(x), torch.tanh(self.second(x)))
+def packing(structure):
+    pack = STRUCTURES[structure][0]
+    return module(lambda m, x: pack(m.first(x), torch.tanh(m.second(x))), first=linear, second=linear)
 
 
-class Unpacking(nn.Module):
-    def __init__(self, structure):
-        super().__init__()
-        self.unpack = STRUCTURES[structure][1]
-        self.packing, self.after = Packing(structure), linear()
+def unpacking(structure):
+    def forward(m, x):
+        first, second = STRUCTURES[structure][1](m.packing(x))
+        return m.after(first) * second
 
-    def forward(self, x):
-        first, second = self.unpack(self.packing(x))
-        return self.after(first) * second
+    return module(forward, packing=packing(structure), after=linear)
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_structure_between_modules(structure, config, checkpointing):
-    assert_blocks_exact(lambda: Unpacking(structure), config, checkpointing)
+def test_structure_between_modules(structure, config, recomputing):
+    assert_blocks_exact(unpacking(structure), config, recomputing)
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
@@ -103,83 +97,33 @@ def test_structure_from_the_model(structure, config):
         first, second = unpack(output)
         return mean_square(first * second)
 
-    testing.assert_exact(lambda: Packing(structure), normal_batches(), config, loss_fn=loss_of)
+    testing.assert_exact(packing(structure), normal_batches(), config, loss_fn=loss_of)
 
 
-class OneOutputUsed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second, self.third = linear(), linear(), linear()
+def two_outputs(m, x):
+    x = m.first(x)
+    return m.second(x), m.third(x)
 
-    def forward(self, x):
-        x = self.first(x)
-        return self.second(x), self.third(x)
+
+one_output_used = module(two_outputs, first=linear, second=linear, third=linear)
 
 
 @pytest.mark.parametrize("used", [0, 1])
 def test_an_output_that_never_reaches_the_loss(used, config):
-    def loss_of(output, batch):
-        return mean_square(output[used])
-
-    testing.assert_exact(OneOutputUsed, normal_batches(), config, loss_fn=loss_of)
-
-
-class DropsOneOutput(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner, self.after = OneOutputUsed(), linear()
-
-    def forward(self, x):
-        self.inner(x)
-        used, dropped = self.inner(x)
-        return self.after(used) + dropped.detach()
+    testing.assert_exact(
+        one_output_used, normal_batches(), config, loss_fn=lambda output, batch: mean_square(output[used])
+    )
 
 
-class KeywordOnly(nn.Module):
-    class Inner(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = linear()
-
-        def forward(self, *, states, inputs):
-            return self.linear(states) + inputs["scale"]
-
-    def __init__(self):
-        super().__init__()
-        self.inner = self.Inner()
-
-    def forward(self, x):
-        return self.inner(states=x, inputs={"scale": x.detach().abs()})
+def drops_one_output(m, x):
+    m.inner(x)
+    used, dropped = m.inner(x)
+    return m.after(used) + dropped.detach()
 
 
-class InputNeedsNoGrad(nn.Module):
-    """The inner module's input is a constant, as for position embeddings."""
-
-    def __init__(self):
-        super().__init__()
-        self.positions, self.after = nn.Sequential(linear(), nn.Tanh(), linear()), linear()
-
-    def forward(self, x):
-        return self.after(x) + self.positions(torch.ones_like(x))
-
-
-class SameTensorTwice(nn.Module):
-    class Inner(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = linear()
-
-        def forward(self, x):
-            y = self.linear(x)
-            return y, y, x
-
-    def __init__(self):
-        super().__init__()
-        self.inner = self.Inner()
-
-    def forward(self, x):
-        first, second, same = self.inner(x)
-        return first * second + same
+def same_tensor_twice(m, x):
+    first, second, same = m.inner(x)
+    return first * second + same
 
 
 class UserHooks(nn.Module):
@@ -196,60 +140,55 @@ class UserHooks(nn.Module):
         return self.after(self.linear(x))
 
 
-@pytest.mark.parametrize(
-    "block",
-    [DropsOneOutput, KeywordOnly, InputNeedsNoGrad, SameTensorTwice, UserHooks],
-    ids=lambda block: block.__name__,
-)
-def test_inputs_and_outputs_of_blocks(block, config, checkpointing):
-    assert_blocks_exact(block, config, checkpointing)
+scaled = module(lambda m, *, states, inputs: m.linear(states) + inputs["scale"], linear=linear)
+twice = module(lambda m, x: (y := m.linear(x), y, x), linear=linear)
+BLOCKS = {
+    "drops one output": module(drops_one_output, inner=one_output_used, after=linear),
+    "keywords only": module(lambda m, x: m.inner(states=x, inputs={"scale": x.detach().abs()}), inner=scaled),
+    # The inner module's input is a constant, as for position embeddings.
+    "input needs no grad": module(
+        lambda m, x: m.after(x) + m.positions(torch.ones_like(x)),
+        positions=lambda: nn.Sequential(linear(), nn.Tanh(), linear()),
+        after=linear,
+    ),
+    "the same tensor twice": module(same_tensor_twice, inner=twice),
+    "user hooks": UserHooks,
+}
 
 
-class KeywordModel(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.stack = Stack([linear()])
-
-    def forward(self, *, states, scale=None):
-        return self.stack(states) if scale is None else self.stack(states) * scale
+@pytest.mark.parametrize("block", BLOCKS)
+def test_inputs_and_outputs_of_blocks(block, config, recomputing):
+    assert_blocks_exact(BLOCKS[block], config, recomputing)
 
 
 def test_keyword_only_inputs_of_the_model(config):
+    build = module(lambda m, *, states, scale=1: m.stack(states) * scale, stack=lambda: Stack([linear()]))
     batches = [{"states": normal(2, 3, WIDTH, seed=step), "scale": normal(WIDTH, seed=9)} for step in range(2)]
-    testing.assert_exact(KeywordModel, [*batches, {"states": normal(2, 3, WIDTH, seed=2)}], config)
+    testing.assert_exact(build, [*batches, {"states": normal(2, 3, WIDTH, seed=2)}], config)
 
 
 @pytest.mark.parametrize("model", [linear, lambda: Stack([linear()])], ids=["one layer", "stack"])
 def test_gradient_of_an_input(model, config):
-    def script(trainer, optimizer):
-        seen = []
-        for (x,) in normal_batches():
-            x.requires_grad_()
-            seen += [update(trainer, optimizer, mean_square(trainer(x))), x.grad]
-        return seen
+    def step(trainer, optimizer, x):
+        x.requires_grad_()
+        return update(trainer, optimizer, mean_square(trainer(x))), x.grad
 
-    testing.compare(model, config, script)
+    compare_steps(model, config, step)
 
 
 def test_saved_tensor_hooks_of_the_user(config):
-    def script(trainer, optimizer):
-        losses = []
-        for (x,) in normal_batches():
-            with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
-                loss = mean_square(trainer(x))
-            losses.append(update(trainer, optimizer, loss))
-        return losses
+    def step(trainer, optimizer, x):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+            loss = mean_square(trainer(x))
+        return [update(trainer, optimizer, loss)]
 
-    testing.compare(lambda: Stack([linear(), linear()]), config, script)
+    compare_steps(lambda: Stack([linear(), linear()]), config, step)
 
 
 def test_autocast_around_forward():
-    def script(trainer, optimizer):
-        losses = []
-        for (x,) in normal_batches():
-            with torch.autocast("cpu", torch.bfloat16):
-                output = trainer(x)
-            losses.append(update(trainer, optimizer, mean_square(output)))
-        return losses
+    def step(trainer, optimizer, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            output = trainer(x)
+        return [update(trainer, optimizer, mean_square(output))]
 
-    testing.compare(lambda: Stack([linear(), linear()]), small_chunks("fp32"), script)
+    compare_steps(lambda: Stack([linear(), linear()]), small_chunks("fp32"), step)

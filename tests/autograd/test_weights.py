@@ -5,236 +5,104 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from .zoo import WIDTH, assert_blocks_exact, linear, weight
-
-
-class CalledTwice(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = linear()
-
-    def forward(self, x):
-        return self.linear(torch.tanh(self.linear(x)))
-
-
-class UsedByParent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.never_called = linear()
-
-    def forward(self, x):
-        return F.linear(x, self.never_called.weight, self.never_called.bias)
-
-
-class UsedByParentAndCalled(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = linear()
-
-    def forward(self, x):
-        return self.linear(torch.tanh(x @ self.linear.weight))
-
-
-class DetachedAfterUse(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear, self.other = linear(), linear()
-
-    def forward(self, x):
-        x = self.other(torch.tanh(self.linear(x)))
-        return F.linear(x, self.linear.weight.detach())
-
-
-class DetachedBeforeUse(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear, self.other = linear(), linear()
-
-    def forward(self, x):
-        x = self.other(torch.tanh(F.linear(x, self.linear.weight.detach())))
-        return self.linear(x)
-
-
-class DetachedViewKept(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear, self.other = linear(), linear()
-
-    def forward(self, x):
-        constant = self.linear.weight.detach().t()
-        return self.other(torch.tanh(self.linear(x))) @ constant
-
-
-class NormalisedWithoutGrad(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = weight()
-
-    def forward(self, x):
-        with torch.no_grad():
-            length = self.weight.norm()
-        return F.linear(x, self.weight / length)
-
-
-class TransposedViewKept(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight, self.other = weight(), linear()
-
-    def forward(self, x):
-        transposed = self.weight.t()
-        return torch.tanh(self.other(x)) @ transposed
-
-
-class ChunkedViewsKept(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.packed, self.other = nn.Linear(WIDTH, 3 * WIDTH), linear()
-
-    def forward(self, x):
-        query, key, value = self.packed.weight.chunk(3)
-        x = torch.tanh(self.other(x))
-        return F.linear(x, query) * F.linear(x, key) + F.linear(self.other(x), value)
-
-
-class ViewPassedToAnotherModule(nn.Module):
-    class Multiply(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = linear()
-
-        def forward(self, x, view):
-            return torch.tanh(self.linear(x)) @ view
-
-    def __init__(self):
-        super().__init__()
-        self.weight, self.multiply = weight(), self.Multiply()
-
-    def forward(self, x):
-        return self.multiply(x, self.weight.view(WIDTH, WIDTH).t())
-
-
-class ReturnedByItsModule(nn.Module):
-    class Holder(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = weight()
-
-        def forward(self):
-            return self.weight
-
-    def __init__(self):
-        super().__init__()
-        self.holder, self.other = self.Holder(), linear()
-
-    def forward(self, x):
-        held = self.holder()
-        return F.linear(torch.tanh(self.other(x)), held)
-
-
-class Indexed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Parameter(torch.randn(4, WIDTH))
-
-    def forward(self, x):
-        chosen = self.table[torch.tensor([0, 2, 2])]
-        return x * chosen + self.table[1] - self.table[:2].sum(0)
-
-
-class CastToFloat(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = weight()
-
-    def forward(self, x):
-        return F.linear(x.float(), self.weight.float()).to(x.dtype)
-
-
-class InEinsum(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = weight()
-
-    def forward(self, x):
-        return torch.einsum("bsi,oi->bso", x, self.weight)
-
-
-class Expanded(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.token = nn.Parameter(torch.randn(1, 1, WIDTH))
-
-    def forward(self, x):
-        return torch.cat([self.token.expand(x.shape[0], -1, -1), x], dim=1)[:, 1:] * self.token
-
-
-class FunctionalCall(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner, self.scale = linear(), weight()
-
-    def forward(self, x):
-        return torch.func.functional_call(self.inner, {"weight": self.inner.weight * self.scale}, (x,))
-
-
-class InParameterList(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weights = nn.ParameterList([weight() for _ in range(3)])
-
-    def forward(self, x):
-        for each in self.weights:
-            x = torch.tanh(F.linear(x, each))
-        return x
-
-
-class InParameterDict(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weights = nn.ParameterDict({"up": weight(), "down": weight()})
-
-    def forward(self, x):
-        return F.linear(torch.tanh(F.linear(x, self.weights["up"])), self.weights["down"])
-
-
-class ReadsMetadata(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight, self.other = weight(), linear()
-
-    def forward(self, x):
-        x = self.other(x)
-        assert self.weight.shape == (WIDTH, WIDTH) and self.weight.size(0) == len(self.weight) == WIDTH
-        assert self.weight.stride() == (WIDTH, 1) and self.weight.is_contiguous() and self.weight.is_leaf
-        assert self.weight.numel() == WIDTH**2 and self.weight.dim() == self.weight.ndim == 2
-        assert self.weight.device == x.device and self.weight.requires_grad
-        return F.linear(x.to(self.weight.dtype).view(-1, self.weight.shape[1]), self.weight).view_as(x)
-
-
-USES = [
-    CalledTwice,
-    UsedByParent,
-    UsedByParentAndCalled,
-    DetachedAfterUse,
-    DetachedBeforeUse,
-    DetachedViewKept,
-    NormalisedWithoutGrad,
-    TransposedViewKept,
-    ChunkedViewsKept,
-    ViewPassedToAnotherModule,
-    ReturnedByItsModule,
-    Indexed,
-    CastToFloat,
-    InEinsum,
-    Expanded,
-    FunctionalCall,
-    InParameterList,
-    InParameterDict,
-    ReadsMetadata,
-]
-
-
-@pytest.mark.parametrize("block", USES, ids=lambda block: block.__name__)
-def test_a_weight_in_use(block, config, checkpointing):
-    assert_blocks_exact(block, config, checkpointing)
+from .zoo import WIDTH, assert_blocks_exact, linear, module, weight
+
+
+def detached_after_use(m, x):
+    x = m.other(torch.tanh(m.linear(x)))
+    return F.linear(x, m.linear.weight.detach())
+
+
+def detached_before_use(m, x):
+    x = m.other(torch.tanh(F.linear(x, m.linear.weight.detach())))
+    return m.linear(x)
+
+
+def detached_view_kept(m, x):
+    constant = m.linear.weight.detach().t()
+    return m.other(torch.tanh(m.linear(x))) @ constant
+
+
+def normalised_without_grad(m, x):
+    with torch.no_grad():
+        length = m.weight.norm()
+    return F.linear(x, m.weight / length)
+
+
+def transposed_view_kept(m, x):
+    transposed = m.weight.t()
+    return torch.tanh(m.other(x)) @ transposed
+
+
+def chunked_views_kept(m, x):
+    query, key, value = m.packed.weight.chunk(3)
+    x = torch.tanh(m.other(x))
+    return F.linear(x, query) * F.linear(x, key) + F.linear(m.other(x), value)
+
+
+def returned_by_its_module(m, x):
+    held = m.holder()
+    return F.linear(torch.tanh(m.other(x)), held)
+
+
+def indexed(m, x):
+    chosen = m.table[torch.tensor([0, 2, 2])]
+    return x * chosen + m.table[1] - m.table[:2].sum(0)
+
+
+def in_parameter_list(m, x):
+    for each in m.weights:
+        x = torch.tanh(F.linear(x, each))
+    return x
+
+
+def reads_metadata(m, x):
+    x, w = m.other(x), m.weight
+    assert w.shape == (WIDTH, WIDTH) and w.size(0) == len(w) == WIDTH
+    assert w.stride() == (WIDTH, 1) and w.is_contiguous() and w.is_leaf
+    assert w.numel() == WIDTH**2 and w.dim() == w.ndim == 2
+    assert w.device == x.device and w.requires_grad
+    return F.linear(x.to(w.dtype).view(-1, w.shape[1]), w).view_as(x)
+
+
+multiply_by_a_view = module(lambda m, x, view: torch.tanh(m.linear(x)) @ view, linear=linear)
+USES = {
+    "called twice": module(lambda m, x: m.linear(torch.tanh(m.linear(x))), linear=linear),
+    "used by the parent": module(lambda m, x: F.linear(x, m.uncalled.weight, m.uncalled.bias), uncalled=linear),
+    "used by the parent and called": module(lambda m, x: m.linear(torch.tanh(x @ m.linear.weight)), linear=linear),
+    "detached after use": module(detached_after_use, linear=linear, other=linear),
+    "detached before use": module(detached_before_use, linear=linear, other=linear),
+    "detached view kept": module(detached_view_kept, linear=linear, other=linear),
+    "normalised without grad": module(normalised_without_grad, weight=weight),
+    "transposed view kept": module(transposed_view_kept, weight=weight, other=linear),
+    "chunked views kept": module(chunked_views_kept, packed=lambda: nn.Linear(WIDTH, 3 * WIDTH), other=linear),
+    "view passed to another module": module(
+        lambda m, x: m.multiply(x, m.weight.view(WIDTH, WIDTH).t()), weight=weight, multiply=multiply_by_a_view
+    ),
+    "returned by its module": module(
+        returned_by_its_module, holder=module(lambda m: m.weight, weight=weight), other=linear
+    ),
+    "indexed": module(indexed, table=lambda: nn.Parameter(torch.randn(4, WIDTH))),
+    "cast to float": module(lambda m, x: F.linear(x.float(), m.weight.float()).to(x.dtype), weight=weight),
+    "in einsum": module(lambda m, x: torch.einsum("bsi,oi->bso", x, m.weight), weight=weight),
+    "expanded": module(
+        lambda m, x: torch.cat([m.token.expand(x.shape[0], -1, -1), x], dim=1)[:, 1:] * m.token,
+        token=lambda: nn.Parameter(torch.randn(1, 1, WIDTH)),
+    ),
+    "functional call": module(
+        lambda m, x: torch.func.functional_call(m.inner, {"weight": m.inner.weight * m.scale}, (x,)),
+        inner=linear,
+        scale=weight,
+    ),
+    "in a parameter list": module(in_parameter_list, weights=lambda: nn.ParameterList([weight() for _ in range(3)])),
+    "in a parameter dict": module(
+        lambda m, x: F.linear(torch.tanh(F.linear(x, m.weights["up"])), m.weights["down"]),
+        weights=lambda: nn.ParameterDict({"up": weight(), "down": weight()}),
+    ),
+    "reads metadata": module(reads_metadata, weight=weight, other=linear),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_weight_in_use(use, config, recomputing):
+    assert_blocks_exact(USES[use], config, recomputing)

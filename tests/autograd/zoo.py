@@ -1,5 +1,7 @@
 """Building blocks and inputs for the models of the zoo."""
 
+import io
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -49,6 +51,22 @@ def train(trainer, steps=3, first=0):
     return toys.train(trainer, normal_batches(first + steps)[first:])
 
 
+def compare_steps(build, config, step, count=3):
+    """Compare training in which a step returns tensors, or yields them: `step(trainer, optimizer, x)`."""
+
+    def script(trainer, optimizer):
+        return [value for (x,) in normal_batches(count) for value in step(trainer, optimizer, x)]
+
+    testing.compare(build, config, script)
+
+
+def through_a_file(value, **options):
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, **options)
+
+
 def linear():
     return nn.Linear(WIDTH, WIDTH)
 
@@ -65,6 +83,24 @@ def call_block(block, x, checkpointing):
     if checkpointing == "off":
         return block(x)
     return checkpoint(block, x, use_reentrant=checkpointing == "reentrant")
+
+
+class Made(nn.Module):
+    """Module with named parts, whose forward is a function of it and its inputs."""
+
+    def __init__(self, function, parts):
+        super().__init__()
+        self.function = function
+        for name, build in parts.items():
+            setattr(self, name, build())
+
+    def forward(self, *args, **kwargs):
+        return self.function(self, *args, **kwargs)
+
+
+def module(function, **parts):
+    """Return a function that builds such a module from functions that build its parts."""
+    return lambda: Made(function, parts)
 
 
 class Stack(nn.Module):

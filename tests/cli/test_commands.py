@@ -2,56 +2,39 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
-from typer.testing import CliRunner, Result
+from command_line import assert_refused, call
+from typer.testing import Result
 
 import patrickstar
-from patrickstar._cli.main import app
 from patrickstar.errors import BudgetError
 
+pytestmark = pytest.mark.usefixtures("small_text")
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    # Boxes around usage errors are as wide as the terminal: wide enough for every message on one line.
-    monkeypatch.setenv("COLUMNS", "300")
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Iterator[Path]:
-    file = tmp_path / "text.py"
-    file.write_text("print('hello')\n" * 200)
-    return file
-
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+TINY = ("--data", "text.py", "--model", "gpt-1m")
 
 
 def train(*arguments: object) -> Result:
-    return run("train", "--device", "cpu", *arguments)
+    return call("train", "--device", "cpu", *arguments)
 
 
-def assert_refused(result: Result, *parts: object) -> None:
-    assert result.exit_code == 2, result.output
-    assert "Traceback" not in result.output
-    for part in parts:
-        assert str(part) in result.stderr
+def python(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a program in an interpreter of its own."""
+    return subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True)
 
 
 def test_the_version_is_the_packages() -> None:
-    result = run("--version")
+    result = call("--version")
     assert (result.exit_code, result.stdout) == (0, f"patrickstar {patrickstar.__version__}\n")
 
 
 def test_help_names_the_command_and_its_options() -> None:
-    assert "train" in run("--help").stdout
-    listed = run("train", "--help").stdout
+    assert "train" in call("--help").stdout
+    listed = call("train", "--help").stdout
     for option in ("--device-memory", "--activation-offload", "--no-activation-checkpointing", "--traceback"):
         assert option in listed
 
@@ -65,80 +48,60 @@ def test_the_module_runs_as_the_command() -> None:
 
 def test_misspelt_options_and_commands_are_named_with_the_nearest() -> None:
     assert_refused(train("--stpes", 3), "--stpes", "--steps")
-    assert_refused(run("trian"), "trian", "train")
+    assert_refused(call("trian"), "trian", "train")
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("--steps", 0),
-        ("--batch", -1),
-        ("--vocab-size", 100),
-        ("--precision", "bf17"),
-        ("--device", "tpu"),
-        ("--lr", "fast"),
-    ],
-)
-def test_values_out_of_range_are_named(arguments: tuple[object, ...]) -> None:
-    assert_refused(train(*arguments), arguments[0])
+REFUSED = {
+    "no step": (["--steps", 0], ["--steps"]),
+    "a negative batch": (["--batch", -1], ["--batch"]),
+    "a vocabulary below all bytes": (["--vocab-size", 100], ["--vocab-size"]),
+    "no precision": (["--precision", "bf17"], ["--precision"]),
+    "no device": (["--device", "tpu"], ["--device"]),
+    "no rate": (["--lr", "fast"], ["--lr"]),
+    "no device memory": (["--device-memory", "2 gigs"], ["device_memory", "'2 gigs' is not a size"]),
+    "no host memory": (["--host-memory", "2 gigs"], ["host_memory", "'2 gigs' is not a size"]),
+    "no chunk size": (["--chunk-size", "2 gigs"], ["chunk_size", "'2 gigs' is not a size"]),
+    "no data": (["--model", "gpt-1m", "--data", "nowhere"], ["error: there is no file or folder nowhere"]),
+    "an unknown model": (["--model", "gpt-1n"], ["'gpt-1n'", "did you mean gpt-1m?"]),
+    "a sequence too long": (["--data", "text.py", "--sequence", 1025], ["1024 or less instead of 1025"]),
+    "no log": ([*TINY, "--log", "text.py/log.jsonl"], ["text.py/log.jsonl", "choose another path"]),
+    "a budget too small": (
+        [*TINY, "--device-memory", "1KiB", "--sequence", 16],
+        ["device budget of 1024 bytes", "Each of these alone is enough", "device_memory='"],
+    ),
+}
 
 
-@pytest.mark.parametrize("option", ["--device-memory", "--host-memory", "--chunk-size"])
-def test_a_size_that_is_none_is_named(option: str) -> None:
-    name = option.removeprefix("--").replace("-", "_")
-    assert_refused(train(option, "2 gigs"), name, "'2 gigs' is not a size")
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_can_not_be_is_named(case: str) -> None:
+    arguments, parts = REFUSED[case]
+    assert_refused(train(*arguments), *parts)
 
 
-def test_missing_data_is_named(tmp_path: Path) -> None:
-    assert_refused(
-        train("--model", "gpt-1m", "--data", tmp_path / "nowhere"),
-        f"error: there is no file or folder {tmp_path / 'nowhere'}",
-    )
-
-
-def test_an_unknown_model_is_named_with_the_nearest() -> None:
-    assert_refused(train("--model", "gpt-1n"), "'gpt-1n'", "did you mean gpt-1m?")
-
-
-def test_a_sequence_longer_than_the_models_is_refused(text: Path) -> None:
-    assert_refused(train("--data", text, "--sequence", 1025), "1024 or less instead of 1025")
-
-
-def test_too_little_text_is_told(text: Path) -> None:
-    text.write_text("short")
-    assert_refused(train("--data", text, "--model", "gpt-1m"), "less than one sequence of 256")
-
-
-def test_a_log_that_cannot_be_written_is_named(text: Path, tmp_path: Path) -> None:
-    log = tmp_path / "text.py" / "log.jsonl"
-    assert_refused(train("--model", "gpt-1m", "--data", text, "--log", log), log, "choose another path")
+def test_too_little_text_is_told() -> None:
+    Path("text.py").write_text("short")
+    assert_refused(train(*TINY), "less than one sequence of 256")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
-def test_a_device_that_is_not_there_is_told(text: Path) -> None:
-    assert_refused(run("train", "--data", text, "--device", "cuda"), "'cuda' is not available")
-
-
-def test_a_budget_too_small_says_what_works(text: Path) -> None:
-    result = train("--data", text, "--model", "gpt-1m", "--device-memory", "1KiB", "--sequence", 16)
-    assert_refused(result, "device budget of 1024 bytes", "Each of these alone is enough", "device_memory='")
+def test_a_device_that_is_not_there_is_told() -> None:
+    assert_refused(call("train", "--data", "text.py", "--device", "cuda"), "'cuda' is not available")
 
 
 @pytest.mark.skipif(psutil.virtual_memory().total > 150 << 30, reason="needs a machine without room for gpt-12b")
-def test_a_model_that_no_memory_here_holds_is_refused_before_its_libraries_load(text: Path) -> None:
+def test_a_model_that_no_memory_here_holds_is_refused_before_its_libraries_load() -> None:
     program = (
         "import sys\nfrom patrickstar.__main__ import main\ntry:\n    main()\nfinally:\n"
         "    print('transformers' in sys.modules)"
     )
-    options = ["--data", text, "--model", "gpt-12b", "--device", "cpu", "--device-memory", "3GiB"]
-    command = [sys.executable, "-c", program, "train", *map(str, options), "--host-memory", "4GiB"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    options = ["--data", "text.py", "--model", "gpt-12b", "--device", "cpu", "--device-memory", "3GiB"]
+    done = python(program, "train", *options, "--host-memory", "4GiB")
     assert "169159065600 bytes (157.54 GiB) of model data" in done.stderr and "--disk DIRECTORY" in done.stderr
     assert done.stdout == "False\n"
 
 
-def test_a_traceback_shows_when_it_is_asked_for(tmp_path: Path) -> None:
-    result = train("--model", "gpt-1m", "--data", tmp_path / "nowhere", "--traceback")
+def test_a_traceback_shows_when_it_is_asked_for() -> None:
+    result = train("--model", "gpt-1m", "--data", "nowhere", "--traceback")
     assert result.exit_code == 2
     assert "Traceback" in result.stderr
     assert "open_corpus" in result.stderr
@@ -164,7 +127,6 @@ def test_every_error_is_one_line(
 
 
 def test_without_its_libraries_the_command_says_what_to_install() -> None:
-    program = "import sys; sys.modules['typer'] = None; from patrickstar.__main__ import main; main()"
-    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    process = python("import sys; sys.modules['typer'] = None; from patrickstar.__main__ import main; main()")
     assert process.returncode == 1
     assert process.stderr == "the command line needs typer: pip install 'patrickstar[cli]'\n"

@@ -1,12 +1,12 @@
-"""What a newcomer relies on: runs that end in time, what they say meanwhile, and the precision that is chosen."""
+"""Promises to a newcomer: runs that end in time, what they say meanwhile, and the precision that is chosen."""
 
-import json
 import threading
 from pathlib import Path
 
 import pytest
 import rates
-from test_save_and_resume import place, steps, train  # noqa: F401
+from command_line import assert_told, read_log
+from test_save_and_resume import _with_dropout, steps, train, trained  # noqa: F401
 
 from patrickstar._checkpoint.metadata import precision_of
 from patrickstar._cli import preset_check
@@ -21,23 +21,20 @@ AT_ONCE = ("--minutes", "1e-6")
 
 
 def summary(log: str) -> dict[str, object]:
-    lines = [json.loads(line) for line in Path(log).read_text().splitlines()]
-    return next(line for line in lines if line["kind"] == "summary")
+    return read_log("summary", log=log)[0]
 
 
 def test_a_run_that_is_out_of_time_ends_with_a_step_and_is_resumed_with_the_same_bits() -> None:
-    assert train("--log", "whole.jsonl").exit_code == 0
+    trained("--log", "whole.jsonl")
     saves = ("--save-every", 5, "--save-to", "kept")
-    done = train("--log", "cut.jsonl", *saves, *AT_ONCE)
-    assert done.exit_code == 0, done.output
+    done = trained("--log", "cut.jsonl", *saves, *AT_ONCE)
     assert "1, ended by --minutes 1e-06 in " in done.output
     assert steps("cut.jsonl") == steps("whole.jsonl")[:1]
     assert (summary("cut.jsonl")["steps"], summary("cut.jsonl")["minutes"]) == (1, 1e-6)
     assert [path.name for path in Path("kept").iterdir()] == ["step-1"]  # between two that are due
-    done = train("--log", "cut.jsonl", *saves, "--resume", "kept", *AT_ONCE)
-    assert done.exit_code == 0 and steps("cut.jsonl") == steps("whole.jsonl")[:2]
-    done = train("--log", "cut.jsonl", *saves, "--resume", "kept", "--minutes", 60)
-    assert done.exit_code == 0, done.output
+    trained("--log", "cut.jsonl", *saves, "--resume", "kept", *AT_ONCE)
+    assert steps("cut.jsonl") == steps("whole.jsonl")[:2]
+    done = trained("--log", "cut.jsonl", *saves, "--resume", "kept", "--minutes", 60)
     assert steps("cut.jsonl") == steps("whole.jsonl")
     assert summary("cut.jsonl")["minutes"] is None and "ended by" not in done.output
     # The learning rate follows the steps, so that it does not depend on the time they take.
@@ -46,9 +43,7 @@ def test_a_run_that_is_out_of_time_ends_with_a_step_and_is_resumed_with_the_same
 
 @pytest.mark.parametrize("given", ["0", "-1", "nan", "inf"])
 def test_a_wrong_limit_is_told_in_one_line(given: str) -> None:
-    done = train("--minutes", given)
-    assert done.exit_code == 2 and f"--minutes {given} is not a positive number" in done.output
-    assert done.output.count("\n") == 1
+    assert_told(train("--minutes", given), f"--minutes {given} is not a positive number")
 
 
 def test_a_limit_without_a_number_is_a_usage_error() -> None:
@@ -61,15 +56,14 @@ def test_a_run_says_which_precision_it_chose_and_a_resumed_one_keeps_it(monkeypa
     assert done.output.count("precision: fp32, since a core computes") == 1
     assert "0.70 GFLOPS in bf16 and at 58 GFLOPS in fp32" in done.output
     assert summary("whole.jsonl")["precision"] == "fp32"
-    assert train("--log", "cut.jsonl", "--save-every", 3, *AT_ONCE).exit_code == 0
+    trained("--log", "cut.jsonl", "--save-every", 3, *AT_ONCE)
     assert precision_of(Path("runs/checkpoints/step-1")) == "fp32"
 
     def never(*_: object) -> float:
         raise AssertionError("measured")
 
     monkeypatch.setattr(rates.MEASURED, never)
-    done = train("--log", "cut.jsonl", "--save-every", 3, "--resume", "runs/checkpoints")
-    assert done.exit_code == 0, done.output
+    done = trained("--log", "cut.jsonl", "--save-every", 3, "--resume", "runs/checkpoints")
     assert steps("cut.jsonl") == steps("whole.jsonl")
     assert "precision: fp32, since runs/checkpoints/step-1 was trained in it" in done.output
     assert summary("cut.jsonl")["precision"] == "fp32"
@@ -78,8 +72,7 @@ def test_a_run_says_which_precision_it_chose_and_a_resumed_one_keeps_it(monkeypa
 def test_a_dry_run_says_which_precision_it_simulates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rates.MEASURED, rates.fixed(fp32=2e9))
     assert "precision: fp32, since a core computes" in train("--dry-run").output
-    named = train("--dry-run", "--machine", "8xV100-32GB")
-    assert named.exit_code == 0, named.output
+    named = trained("--dry-run", "--machine", "8xV100-32GB")
     assert "precision: fp16, since the spec of 8xV100-32GB" in named.output
 
 

@@ -1,22 +1,15 @@
 """The model to train: presets, configuration files and local folders."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
 from torch import nn
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    SwitchTransformersConfig,
-    SwitchTransformersForConditionalGeneration,
-    T5ForConditionalGeneration,
-)
 
 from patrickstar._models.model_source import find_model
 from patrickstar._models.open_models import OPEN_MODELS, find_open_model
@@ -26,21 +19,15 @@ from patrickstar._perf_model.t5_costs import T5
 from patrickstar.errors import ConfigError, ModelError
 
 GPT2 = {"n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 64, "vocab_size": 300}
-LLAMA = {
-    "num_hidden_layers": 2,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 2,
-    "vocab_size": 300,
-}
+LLAMA = dict(num_hidden_layers=2, hidden_size=32, intermediate_size=48, num_attention_heads=2, vocab_size=300)
 
 
-def gpt2() -> GPT2LMHeadModel:
-    return GPT2LMHeadModel(GPT2Config(**GPT2, bos_token_id=0, eos_token_id=0))
+def gpt2() -> transformers.GPT2LMHeadModel:
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2, bos_token_id=0, eos_token_id=0))
 
 
-def llama(tied: bool) -> LlamaForCausalLM:
-    return LlamaForCausalLM(LlamaConfig(**LLAMA, tie_word_embeddings=tied))
+def llama(tied: bool) -> transformers.LlamaForCausalLM:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA, tie_word_embeddings=tied))
 
 
 def save(folder: Path, model: Any, tensors: dict[str, torch.Tensor], shards: int = 1) -> Path:
@@ -74,14 +61,21 @@ def assert_loads(folder: Path, expected: nn.Module) -> None:
         assert torch.equal(buffers[name], buffer), name
 
 
+def built(name: str, **options: Any) -> Any:
+    """Build a model that is not a folder."""
+    build, weights = find_model(name, **options).open(activation_checkpointing=False)
+    assert callable(build) and weights is None
+    return build()
+
+
+def numel(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_has_the_parameters_it_says(name: str) -> None:
-    build, weights = find_model(name).open(activation_checkpointing=False)
-    assert callable(build)
-    assert weights is None
     with torch.device("meta"):
-        model = build()
-    assert sum(parameter.numel() for parameter in model.parameters()) == PRESETS[name].numel
+        assert numel(built(name)) == PRESETS[name].numel
 
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if name.endswith("b")])
@@ -95,12 +89,10 @@ def test_the_papers_presets_are_named_after_their_layers(name: str) -> None:
 
 @pytest.mark.parametrize("name", EXPERT_PRESETS)
 def test_a_preset_with_experts_has_experts_and_plans(name: str) -> None:
-    build, weights = find_model(name).open(activation_checkpointing=False)
-    assert callable(build) and weights is None
     with torch.device("meta"):
-        model: Any = build()
+        model = built(name)
     millions = int(name.removeprefix("mixtral-").removesuffix("m"))
-    assert round(sum(parameter.numel() for parameter in model.parameters()) / 1e6) == millions
+    assert round(numel(model) / 1e6) == millions
     assert model.config.num_local_experts == EXPERT_PRESETS[name].experts
     assert model.tp_plan and model.ep_plan
 
@@ -111,11 +103,8 @@ OPEN = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for 
 
 @pytest.mark.parametrize("name", OPEN)
 def test_an_open_model_has_its_published_number_of_parameters(name: str) -> None:
-    build, weights = find_model(name).open(activation_checkpointing=False)
-    assert callable(build) and weights is None
     with torch.device("meta"):
-        model: Any = build()
-    assert sum(parameter.numel() for parameter in model.parameters()) == OPEN_MODELS[name].params
+        assert numel(built(name)) == OPEN_MODELS[name].params
 
 
 @pytest.mark.parametrize(
@@ -144,8 +133,7 @@ def test_a_model_that_is_unknown_is_not_another() -> None:
 @pytest.mark.parametrize("name", T5_PRESETS)
 def test_a_t5_preset_has_the_parameters_it_says(name: str) -> None:
     with torch.device("meta"):
-        model = T5ForConditionalGeneration(T5_PRESETS[name].config())
-    assert sum(parameter.numel() for parameter in model.parameters()) == T5_PRESETS[name].numel
+        assert numel(transformers.T5ForConditionalGeneration(T5_PRESETS[name].config())) == T5_PRESETS[name].numel
 
 
 @pytest.mark.parametrize("name", ["t5-27b", "t5-moe-1.2t", "gpt-moe-52b"])
@@ -156,21 +144,12 @@ def test_t5s_and_models_with_experts_are_presets_for_plans_only(name: str) -> No
 
 def test_a_t5_with_experts_has_the_parameters_of_a_switch_transformer() -> None:
     shape = T5(layers=4, hidden=64, heads=4, ffn=96, vocab=100, experts=Experts(6, every=2))
-    config = SwitchTransformersConfig(
-        vocab_size=100,
-        d_model=64,
-        d_kv=16,
-        d_ff=96,
-        num_heads=4,
-        num_layers=4,
-        num_decoder_layers=4,
-        num_sparse_encoder_layers=2,
-        num_sparse_decoder_layers=2,
-        num_experts=6,
+    config = transformers.SwitchTransformersConfig(
+        **dict(vocab_size=100, d_model=64, d_kv=16, d_ff=96, num_heads=4, num_layers=4, num_decoder_layers=4),
+        **dict(num_sparse_encoder_layers=2, num_sparse_decoder_layers=2, num_experts=6),
     )
     with torch.device("meta"):
-        model = SwitchTransformersForConditionalGeneration(config)
-    assert sum(parameter.numel() for parameter in model.parameters()) == shape.numel
+        assert numel(transformers.SwitchTransformersForConditionalGeneration(config)) == shape.numel
 
 
 def test_activation_checkpointing_is_switched_on() -> None:
@@ -199,12 +178,8 @@ def test_a_misspelt_preset_is_named_with_the_nearest() -> None:
 def test_a_config_file_is_a_model(tmp_path: Path) -> None:
     file = tmp_path / "tiny.json"
     file.write_text(json.dumps({"model_type": "llama", **LLAMA}))
-    source = find_model(str(file), vocab_size=400)
-    build, weights = source.open(activation_checkpointing=False)
-    assert callable(build)
-    assert weights is None
-    model = build()
-    assert isinstance(model, LlamaForCausalLM)
+    model = built(str(file), vocab_size=400)
+    assert isinstance(model, transformers.LlamaForCausalLM)
     assert model.model.embed_tokens.weight.shape == (400, 32)
 
 
@@ -226,38 +201,29 @@ def test_a_bad_config_is_named(tmp_path: Path, content: str, message: str) -> No
     assert str(file) in str(caught.value)
 
 
-def test_a_folder_with_one_file(tmp_path: Path) -> None:
-    model = gpt2()
-    save(tmp_path / "m", model, dict(model.named_parameters()))
-    assert_loads(tmp_path / "m", model)
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_folder_with_shards(tmp_path: Path, tied: bool) -> None:
-    model = llama(tied)
-    save(tmp_path / "m", model, dict(model.named_parameters()), shards=3)
-    assert_loads(tmp_path / "m", model)
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("build", [gpt2, partial(llama, False), partial(llama, True)], ids=["gpt2", "llama", "tied"])
+def test_a_folder(tmp_path: Path, build: Any, shards: int) -> None:
+    model = build()
+    assert_loads(save(tmp_path / "m", model, dict(model.named_parameters()), shards), model)
 
 
 def test_a_file_written_without_the_head_has_no_prefix(tmp_path: Path) -> None:
     model = gpt2()
-    save(tmp_path / "m", model, dict(model.transformer.named_parameters()))
-    assert_loads(tmp_path / "m", model)
+    assert_loads(save(tmp_path / "m", model, dict(model.transformer.named_parameters())), model)
 
 
 def test_a_tied_weight_is_found_under_its_other_name(tmp_path: Path) -> None:
     model = llama(tied=True)
     tensors = dict(model.named_parameters())
     tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
-    save(tmp_path / "m", model, tensors)
-    assert_loads(tmp_path / "m", model)
+    assert_loads(save(tmp_path / "m", model, tensors), model)
 
 
 def test_a_buffer_that_the_model_computes_is_passed_over(tmp_path: Path) -> None:
     model = llama(tied=True)
     name, buffer = next(iter(model.named_buffers()))
-    save(tmp_path / "m", model, {**dict(model.named_parameters()), name: buffer + 1})
-    assert_loads(tmp_path / "m", model)
+    assert_loads(save(tmp_path / "m", model, {**dict(model.named_parameters()), name: buffer + 1}), model)
 
 
 def test_a_folders_tokenizer_and_end_marker_are_used(tmp_path: Path) -> None:
@@ -272,21 +238,29 @@ def test_a_folders_tokenizer_and_end_marker_are_used(tmp_path: Path) -> None:
         find_model(str(folder), vocab_size=400)
 
 
-def test_a_missing_weight_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("removed", "changed", "message"),
+    [
+        (
+            ["transformer.h.1.ln_1.bias", "transformer.ln_f.bias"],
+            {},
+            r"missing: transformer\.h\.1\.ln_1\.bias, transformer\.ln_f\.bias$",
+        ),
+        (
+            [],
+            {"transformer.wpe.weight": torch.zeros(65, 32)},
+            r"transformer\.wpe\.weight \(F32, \[65, 32\]\) for .* \[64, 32\]",
+        ),
+    ],
+    ids=["missing", "of another shape"],
+)
+def test_weights_that_do_not_match_are_named(
+    tmp_path: Path, removed: list[str], changed: dict[str, torch.Tensor], message: str
+) -> None:
     model = gpt2()
-    tensors = dict(model.named_parameters())
-    del tensors["transformer.h.1.ln_1.bias"], tensors["transformer.ln_f.bias"]
-    save(tmp_path / "m", model, tensors)
-    with pytest.raises(ModelError, match=r"missing: transformer\.h\.1\.ln_1\.bias, transformer\.ln_f\.bias$"):
-        find_model(str(tmp_path / "m")).open(activation_checkpointing=False)
-
-
-def test_a_weight_of_another_shape_is_named(tmp_path: Path) -> None:
-    model = gpt2()
-    tensors = {**dict(model.named_parameters()), "transformer.wpe.weight": torch.zeros(65, 32)}
-    save(tmp_path / "m", model, tensors)
-    with pytest.raises(ModelError, match=r"transformer\.wpe\.weight \(F32, \[65, 32\]\) for .* \[64, 32\]"):
-        find_model(str(tmp_path / "m")).open(activation_checkpointing=False)
+    tensors = {name: value for name, value in model.named_parameters() if name not in removed} | changed
+    with pytest.raises(ModelError, match=message):
+        find_model(str(save(tmp_path / "m", model, tensors))).open(activation_checkpointing=False)
 
 
 @pytest.mark.parametrize(

@@ -4,28 +4,39 @@ import json
 import re
 
 import pytest
+from command_line import assert_refused, assert_told, call
 from transformers import MixtralForCausalLM
-from typer.testing import CliRunner
 
-from patrickstar._cli.main import app
 from patrickstar._models.presets import EXPERT_PRESETS, PRESETS
 from patrickstar._perf_model.machine_spec import find_machine
 from patrickstar._perf_model.mesh import Mesh
 from patrickstar._perf_model.text_tables import SPARKLINE_WIDTH, sparkline
 from patrickstar._plan.planned_model import find_planned_model
+from patrickstar._plan.search import Search
 
-runner = CliRunner()
+
+def plan(*arguments: str):
+    """Run a plan that estimates only: a dry run takes seconds."""
+    return call("plan", *arguments, "--no-dry-run")
 
 
-def run(command: str, *arguments: str):
-    """Run a command; plans estimate only, unless `--dry-run` is given, because a dry run takes seconds."""
-    if command == "plan" and "--dry-run" not in arguments:
-        arguments = (*arguments, "--no-dry-run")
-    return runner.invoke(app, [command, *arguments])
+def planned(*arguments: str):
+    """Return a plan as JSON."""
+    result = plan(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.output)
+
+
+@pytest.fixture
+def plan_and_values(monkeypatch):
+    """Return a function that runs a plan once, and returns the command's result and the plan as plain data."""
+    found, search = [], Search.plan
+    monkeypatch.setattr(Search, "plan", lambda self, model: found.append(search(self, model)) or found[-1])
+    return lambda *arguments: (plan(*arguments), found[-1].as_dict())
 
 
 def test_a_plan_says_what_fits_how_fast_and_why():
-    result = run("plan", "--model", "gpt-12b", "--machine", "8xV100-32GB", "--gpus", "1")
+    result = plan("--model", "gpt-12b", "--machine", "8xV100-32GB", "--gpus", "1")
     assert result.exit_code == 0, result.output
     for words in (
         "12.29 billion",
@@ -41,8 +52,7 @@ def test_a_plan_says_what_fits_how_fast_and_why():
 
 
 def test_as_json_it_is_plain_data_that_adds_up():
-    result = run("plan", "--model", "gpt-4b", "--machine", "8xV100-32GB", "--gpus", "1", "--json")
-    found = json.loads(result.output)
+    found = planned("--model", "gpt-4b", "--machine", "8xV100-32GB", "--gpus", "1")
     assert found["step_s"] >= found["bound_s"] == max(lane["seconds"] for lane in found["lanes"])
     assert found["device_bytes"] <= found["machine"]["gpu"]["memory"]
     assert found["host_bytes"] <= found["machine"]["host"]["memory"]
@@ -50,23 +60,19 @@ def test_as_json_it_is_plain_data_that_adds_up():
 
 @pytest.mark.parametrize("model", ["gpt-28b", "gpt-55b", "t5-27b", "t5-58b"])
 def test_angel_ptms_models_fit_its_server(model):
-    result = run("plan", "--model", model, "--machine", "8xA100-40GB-11TB", "--sequence", "512", "--json")
-    assert result.exit_code == 0, result.output
-    found = json.loads(result.output)
+    found = planned("--model", model, "--machine", "8xA100-40GB-11TB", "--sequence", "512")
     assert found["processes"] == 8 and found["model"]["sequence"] == 512
     assert found["model"]["params"] / 1e9 == pytest.approx(float(model[-3:-1]), rel=0.03)
 
 
 def test_a_t5_is_described_by_both_stacks():
-    result = run("plan", "--model", "t5-220m", "--machine", "RTX4090-desktop")
+    result = plan("--model", "t5-220m", "--machine", "RTX4090-desktop")
     assert result.exit_code == 0 and "12 encoder and 12 decoder layers x 768" in result.output
 
 
 def test_the_largest_model_is_larger_on_more_gpus_and_smaller_at_a_higher_bar():
     def params(*more: str) -> int:
-        result = run("plan", "--largest", "--json", "--machine", "8xV100-32GB", *more)
-        assert result.exit_code == 0, result.output
-        return json.loads(result.output)["model"]["params"]
+        return planned("--largest", "--machine", "8xV100-32GB", *more)["model"]["params"]
 
     assert params("--gpus", "8") > params("--gpus", "1") > params("--gpus", "1", "--host-memory", "60GB")
     assert params("--gpus", "1") >= params("--gpus", "1", "--least-tflops", "30")
@@ -76,13 +82,14 @@ LAPTOP = """
 name = "laptop"
 source = "a guess"
 [host]
-memory = "1GB"
+memory = "64GB"
 memory_bandwidth = "40GB"
 cores = 8
 matmul_tflops = 1.0
 """
 
 
+@pytest.mark.long("two plans, of which one traces a model of transformers")
 @pytest.mark.parametrize("machine", [pytest.param("RTX4090-desktop", marks=pytest.mark.slow), "laptop.toml"])
 def test_any_configuration_is_traced_and_comes_to_what_counting_says(tmp_path, monkeypatch, machine):
     """GPT-2's work by its operators, and a GPT's by formulas: the same model."""
@@ -90,11 +97,8 @@ def test_any_configuration_is_traced_and_comes_to_what_counting_says(tmp_path, m
     (tmp_path / "laptop.toml").write_text(LAPTOP)
     path = tmp_path / "config.json"
     path.write_text(PRESETS["gpt-10m"].config().to_json_string())
-    arguments = ["--machine", machine, "--sequence", "256", "--batch", "4", "--json"]
-    arguments += ["--activation-checkpointing"]
-    traced, counted = (run("plan", "--model", model, *arguments) for model in (str(path), "gpt-10m"))
-    assert traced.exit_code == counted.exit_code == 0, traced.output
-    traced, counted = json.loads(traced.output), json.loads(counted.output)
+    arguments = ["--machine", machine, "--sequence", "256", "--batch", "4", "--activation-checkpointing"]
+    traced, counted = (planned("--model", model, *arguments) for model in (str(path), "gpt-10m"))
     positions = (1024 - 256) * 320  # which a formula of shorter sequences leaves out
     assert traced["model"]["params"] == counted["model"]["params"] + positions
     operations = [found["lanes"][0]["amount"] for found in (traced, counted)]
@@ -105,23 +109,18 @@ def test_any_configuration_is_traced_and_comes_to_what_counting_says(tmp_path, m
 
 def test_a_machine_is_described_by_its_parts():
     parts = ["--model", "gpt-8b", "--gpu", "rtx4090", "--host-memory", "64GB", "--disk", "2TB:7GB/s:5GB/s"]
-    found = [
-        run("plan", *options, "--json") for options in (parts, ["--model", "gpt-8b", "--machine", "RTX4090-desktop"])
-    ]
-    assert [each.exit_code for each in found] == [0, 0], found[0].output
-    by_parts, whole = (json.loads(each.output) for each in found)
+    desktop = ["--model", "gpt-8b", "--machine", "RTX4090-desktop"]
+    by_parts, whole = planned(*parts), planned(*desktop)
     for each in (by_parts, whole):
         del each["machine"]
     assert by_parts == whole
-    smaller = run("plan", "--model", "gpt-8b", "--machine", "RTX4090-desktop", "--disk", "2TB:1GB/s", "--json")
-    assert json.loads(smaller.output)["step_s"] > whole["step_s"]
-    both = run("plan", "--gpu", "rtx4090", "--machine", "RTX4090-desktop")
-    assert both.exit_code == 2 and "exclude each other" in both.output
+    assert planned(*desktop, "--disk", "2TB:1GB/s")["step_s"] > whole["step_s"]
+    assert_told(plan("--gpu", "rtx4090", "--machine", "RTX4090-desktop"), "exclude each other")
 
 
-def test_a_plan_answers_first_and_says_what_to_set_and_to_buy():
+def test_a_plan_answers_first_and_says_what_to_set_and_to_buy(plan_and_values):
     options = ["--model", "gpt-8b", "--gpu", "rtx4090", "--host-memory", "64GB", "--disk", "1TB:2GB/s"]
-    done, found = run("plan", *options), json.loads(run("plan", *options, "--json").output)
+    done, found = plan_and_values(*options)
     assert done.output.startswith(
         f"gpt-8b fits rtx4090 with 59.60 GiB of host memory and trains at {found['tokens_per_s']:,.0f} tokens/s: a "
     )
@@ -132,9 +131,7 @@ def test_a_plan_answers_first_and_says_what_to_set_and_to_buy():
     written = next(lane["amount"] for lane in found["lanes"] if lane["name"] == "disk write")
     assert found["drive_days"] == pytest.approx(600e12 / (written / found["step_s"] * 86400))
     assert "(usual for its capacity)" in done.output
-    cluster = json.loads(
-        run("plan", "--model", "gpt-28b", "--machine", "8xA100-40GB-11TB", "--nodes", "2", "--json").output
-    )
+    cluster = planned("--model", "gpt-28b", "--machine", "8xA100-40GB-11TB", "--nodes", "2")
     assert cluster["upgrades"] == {}
 
 
@@ -149,11 +146,9 @@ def test_a_preset_with_experts_is_traced_as_a_configuration():
 def test_a_configuration_that_can_not_be_used_is_told_in_one_line(tmp_path):
     path = tmp_path / "config.json"
     path.write_text('{"model_type": "resnet"}')
-    result = run("plan", "--model", str(path))
-    assert result.exit_code == 2 and "no causal language model" in result.output
+    assert_refused(plan("--model", str(path)), "no causal language model")
     path.write_text(PRESETS["gpt-1m"].config().to_json_string())
-    result = run("plan", "--model", str(path), "--sequence", "4096")
-    assert result.exit_code == 2 and "positions for 1024 tokens" in result.output
+    assert_refused(plan("--model", str(path), "--sequence", "4096"), "positions for 1024 tokens")
 
 
 def test_a_sparkline_of_memory_shows_the_most_in_each_part_of_the_time():
@@ -163,16 +158,14 @@ def test_a_sparkline_of_memory_shows_the_most_in_each_part_of_the_time():
     assert sparkline([], 1.0, 100) == sparkline([(0.0, 1)], 0.0, 100) == ""
 
 
-def test_a_plan_says_what_late_updates_would_gain():
+def test_a_plan_says_what_late_updates_would_gain(plan_and_values):
     options = ["--model", "gpt-8b", "--machine", "RTX4090-desktop", "--batch", "4"]
-    result = run("plan", *options)
+    result, found = plan_and_values(*options)
     assert result.exit_code == 0 and "\ndelayed         updates would gain nothing here" in result.output
     assert "\nlock-free       updates would make it a step of" in result.output
-    found = json.loads(run("plan", *options, "--json").output)
     assert found["lock_free"]["step_s"] < found["step_s"] and found["lock_free"]["staleness"] > 1
-    result = run("plan", "--model", "gpt-1b")
-    assert result.exit_code == 0 and "lock-free" not in result.output
-    assert json.loads(run("plan", "--model", "gpt-1b", "--json").output)["lock_free"] is None
+    result, found = plan_and_values("--model", "gpt-1b")
+    assert result.exit_code == 0 and "lock-free" not in result.output and found["lock_free"] is None
 
 
 @pytest.mark.parametrize(
@@ -194,36 +187,29 @@ def test_a_plan_says_what_late_updates_would_gain():
     ],
 )
 def test_what_is_wrong_is_told_in_one_line(arguments, says):
-    result = run("plan", *arguments)
-    assert result.exit_code == 2
-    assert says in result.output and result.output.count("\n") == 1
+    assert_told(plan(*arguments), says)
 
 
 def test_a_machine_file_of_ones_own(tmp_path):
     path = tmp_path / "mine.toml"
-    path.write_text(
-        'name = "mine"\nsource = "a guess"\n[host]\nmemory = "64GB"\nmemory_bandwidth = "40GB"\ncores = 8\n'
-        "matmul_tflops = 1.0\n"
-    )
-    result = run("plan", "--model", "gpt-1b", "--machine", str(path))
-    assert result.exit_code == 0 and "mine, one device" in result.output
+    path.write_text(LAPTOP)
+    result = plan("--model", "gpt-1b", "--machine", str(path))
+    assert result.exit_code == 0 and "laptop, one device" in result.output
     path.write_text(path.read_text().replace('"40GB"', '"-40GB"'))
-    result = run("plan", "--machine", str(path))
-    assert result.exit_code == 2 and "host.memory_bandwidth" in result.output
+    assert_refused(plan("--machine", str(path)), "host.memory_bandwidth")
 
 
 def test_a_dry_run_of_several_processes():
     options = ["train", "--dry-run", "--model", "gpt-1m", "--sequence", "32", "--machine", "8xV100-32GB"]
-    result = run(*options, "--processes", "4", "--replicas", "2", "--accumulation", "2")
+    result = call(*options, "--processes", "4", "--replicas", "2", "--accumulation", "2")
     assert result.exit_code == 0, result.output
     assert "\nprocesses       4 in 2 replicas; the figures are those of the first\n" in result.output
     assert re.search(
         r"\nsent +\S+ \S+ of parameters \(\S+ \S+ to other replicas\), \S+ \S+ of gradients", result.output
     )
     assert "\n  collectives " in result.output and "\ndelayed " not in result.output
-    result = run(
-        *options[:-2], "--device", "cpu", "--device-memory", "32MiB", "--host-memory", "1GiB", "--processes", "2"
-    )
+    on_cpu = ["--device", "cpu", "--precision", "fp32", "--device-memory", "32MiB", "--host-memory", "1GiB"]
+    result = call(*options[:-2], *on_cpu, "--processes", "2")
     assert result.exit_code == 0 and "32.00 MiB" in result.output and "512.00 MiB" in result.output, result.output
 
 
@@ -242,14 +228,15 @@ def test_a_dry_run_of_several_processes():
     ],
 )
 def test_processes_that_can_not_be_simulated(arguments, says):
-    result = run("train", "--model", "gpt-1m", *arguments)
-    assert result.exit_code == 2 and says in result.output and result.output.count("\n") == 1, result.output
+    assert_told(call("train", "--model", "gpt-1m", *arguments), says)
 
 
+@pytest.mark.long("three dry runs of the command")
 def test_a_dry_run_says_what_a_step_takes_and_trains_nothing(tmp_path):
     log = tmp_path / "log.jsonl"
-    options = ["--model", "gpt-1m", "--sequence", "32", "--batch", "1", "--device", "cpu", "--device-memory", "32MiB"]
-    result = run("train", *options, "--dry-run", "--log", str(log))
+    options = ["--model", "gpt-1m", "--sequence", "32", "--batch", "1", "--device", "cpu", "--precision", "fp32"]
+    options += ["--device-memory", "32MiB"]
+    result = call("train", *options, "--dry-run", "--log", str(log))
     assert result.exit_code == 0, result.output
     for words in ("nothing was trained", "step", "where the time goes", "idle", "32.00 MiB", "moved", "over the step"):
         assert words in result.output
@@ -261,7 +248,6 @@ def test_a_dry_run_says_what_a_step_takes_and_trains_nothing(tmp_path):
     assert drawn["update on the host"].strip() and drawn["compute waits"].strip()
     assert not log.exists()
     assert "\ndelayed         updates would" in result.output
-    result = run("train", *options, "--dry-run", "--delay-from", "9")
+    result = call("train", *options, "--dry-run", "--delay-from", "9")
     assert result.exit_code == 0 and "updates would" not in result.output
-    result = run("train", *options[:-1], "1KiB", "--dry-run")
-    assert result.exit_code == 2 and "does not fit" in result.output
+    assert_refused(call("train", *options[:-1], "1KiB", "--dry-run"), "does not fit")

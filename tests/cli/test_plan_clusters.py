@@ -3,22 +3,20 @@
 import json
 
 import pytest
-from typer.testing import CliRunner
+from command_line import assert_refused, assert_told, call
 
-from patrickstar._cli.main import app
 from patrickstar._models.presets import PRESETS
 from patrickstar._perf_model.machine_spec import find_machine
 from patrickstar._perf_model.mesh import Mesh
 from patrickstar._plan.planned_model import find_planned_model
 from patrickstar.errors import ConfigError
 
-runner = CliRunner()
 SERVER = ("--machine", "8xA100-40GB-11TB")
 
 
 def run(*arguments: str):
     """Run a plan without a dry run, which takes seconds."""
-    return runner.invoke(app, ["plan", *SERVER, "--no-dry-run", *arguments])
+    return call("plan", *SERVER, "--no-dry-run", *arguments)
 
 
 def as_json(*arguments: str):
@@ -121,12 +119,9 @@ def test_a_traced_configuration_is_planned_on_several_nodes_but_not_divided(tmp_
     ],
 )
 def test_what_is_wrong_is_told_in_one_line(arguments, says):
-    result = run(*arguments)
-    assert result.exit_code == 2
-    assert says in result.output and result.output.count("\n") == 1
+    assert_told(run(*arguments), says)
 
 
 @pytest.mark.parametrize("option", ["--nodes", "--tp", "--ep"])
 def test_sizes_are_at_least_one(option):
-    result = run(option, "0")
-    assert result.exit_code == 2 and f"Invalid value for '{option}'" in result.output
+    assert_refused(run(option, "0"), f"Invalid value for '{option}'")

@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from browser import VIEWS, assert_accessible, assert_drawn, opened_page
+from command_line import call
 from torch import nn
-from typer.testing import CliRunner
 
 import patrickstar as ps
-from patrickstar._cli.main import app
 from patrickstar._dry_run import simulation as dry_run
 
 PARTS = {"gpu": "rtx4090", "host_memory": "16GB", "disk": "1TB:7GB/s"}
@@ -41,10 +40,10 @@ def test_plan_and_dry_run_of_training_say_the_same(tmp_path: Path, monkeypatch: 
         return reports[-1]
 
     options = ["--model", "gpt-1m", "--machine", "RTX4090-desktop", "--batch", "2", "--sequence", "64"]
-    planned = CliRunner().invoke(app, ["plan", *options, "--no-activation-checkpointing", "--json"])
+    planned = call("plan", *options, "--no-activation-checkpointing", "--json")
     assert planned.exit_code == 0, planned.output
     monkeypatch.setattr("patrickstar._cli.dry_run.simulate", simulate)
-    simulated = CliRunner().invoke(app, ["train", *options, "--disk", str(tmp_path), "--dry-run"])
+    simulated = call("train", *options, "--disk", tmp_path, "--dry-run")
     assert simulated.exit_code == 0, simulated.output
     assert "`patrickstar plan` finds the fastest batch, and the least time of any placement" in simulated.output
     assert reports[0].seconds == json.loads(planned.output)["step_s"]
@@ -61,7 +60,7 @@ def test_a_module_of_ones_own_is_planned_by_a_sample() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"model": nn.Linear(2, 2)}, "the plan of a module needs inputs as in training"),
         ({"model": nn.Linear(2, 2), "sample": torch.tensor(0.0)}, "no common first dimension"),
@@ -73,8 +72,8 @@ def test_a_module_of_ones_own_is_planned_by_a_sample() -> None:
         ({"model": "gpt-1m", "gpu": "rtx4090", "machine": "8xV100-32GB"}, "exclude each other"),
     ],
 )
-def test_what_can_not_be_planned(options: dict, told: str) -> None:
-    with pytest.raises(ps.errors.ConfigError, match=re.escape(told)):
+def test_what_can_not_be_planned(options: dict, message: str) -> None:
+    with pytest.raises(ps.errors.ConfigError, match=re.escape(message)):
         ps.plan(**options)
 
 
@@ -119,16 +118,16 @@ def test_a_notebook_shows_the_page(plan: ps.Plan, tmp_path: Path) -> None:
 def test_the_command_writes_the_page(tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
     options = ["--model", "gpt-1m", "--gpu", "rtx4090", "--no-dry-run", "--html", str(page)]
-    done = CliRunner().invoke(app, ["plan", *options])
+    done = call("plan", *options)
     assert done.exit_code == 0, done.output
     assert f"{page} shows this plan in a browser" in done.output.replace("\n", "")
     assert "<title>gpt-1m, 4 layers x 128: plan</title>" in page.read_text()
 
 
-@pytest.mark.parametrize(("scheme", "width"), VIEWS, ids=["light and wide", "dark and narrow"])
-def test_browser(plan: ps.Plan, tmp_path: Path, scheme: str, width: int) -> None:
+@pytest.mark.parametrize(("color_scheme", "width"), VIEWS, ids=["light and wide", "dark and narrow"])
+def test_browser(plan: ps.Plan, tmp_path: Path, color_scheme: str, width: int) -> None:
     plan.write_html(tmp_path / "plan.html")
-    with opened_page(tmp_path / "plan.html", scheme, width) as page:
+    with opened_page(tmp_path / "plan.html", color_scheme, width) as page:
         assert page.locator(".picture:visible").count() == 3
         assert_drawn(page)
         assert_accessible(page)

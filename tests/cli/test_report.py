@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 from browser import VIEWS, assert_accessible, assert_drawn, opened_page
+from command_line import call
 from torch import nn
-from typer.testing import CliRunner
 
 import patrickstar as ps
-from patrickstar._cli.main import app
 from patrickstar._report.memory_curves import memory_curves
 from patrickstar._report.page import SHOWN
 from patrickstar._report.run_file import read_run
@@ -36,13 +35,13 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
         options = ["--model", folder / "model.json", "--data", folder / "text.py", "--sequence", 32, "--batch", 2]
         options += ["--steps", STEPS, "--device", "cpu", "--device-memory", "1550KiB", "--host-memory", "8MiB"]
         options += ["--chunk-size", "64KiB", "--log", folder / "log.jsonl", "--quiet"]
-        result = CliRunner().invoke(app, ["train", *map(str, options)])
+        result = call("train", *options)
         assert result.exit_code == 0, result.output
     return folder / "log.jsonl"
 
 
 def report(*options: object) -> Any:
-    return CliRunner().invoke(app, ["report", *map(str, options)])
+    return call("report", *options)
 
 
 def test_what_is_read_is_what_the_run_did(log: Path) -> None:
@@ -100,12 +99,12 @@ def test_what_was_said_is_compared_with_what_it_took(tmp_path: Path) -> None:
     text = (tmp_path / "log.html").read_text()
     assert "What the dry run said, and what it took" in text and "<td>time of a step</td>" in text
     resident = memory_curves(run.timelines[-1], Tier.DEVICE)
-    early = [
+    first_half = [
         nbytes
         for at_s, nbytes in zip(resident.times, resident.values["activations and workspaces"], strict=True)
         if at_s < resident.times[-1] / 2
     ]
-    assert max(early) > 0
+    assert max(first_half) > 0
 
 
 def test_two_runs_are_compared(log: Path, tmp_path: Path) -> None:
@@ -126,7 +125,7 @@ def test_the_log_of_a_killed_run_is_read(log: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         (None, r"can't be read: No such file"),
         ("", "lacks the description of a run; write one with"),
@@ -135,13 +134,13 @@ def test_the_log_of_a_killed_run_is_read(log: Path, tmp_path: Path) -> None:
         ('{"kind": "nothing"}\n{}\n', "there is no kind of record 'nothing'"),
     ],
 )
-def test_what_is_no_log_is_refused(text: str | None, told: str, tmp_path: Path) -> None:
+def test_what_is_no_log_is_refused(text: str | None, message: str, tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     if text is not None:
         path.write_text(text)
     done = report(path)
     assert done.exit_code == 2
-    assert re.search(told, done.stderr), done.stderr
+    assert re.search(message, done.stderr), done.stderr
     assert not path.with_suffix(".html").exists()
 
 

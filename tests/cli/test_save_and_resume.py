@@ -6,51 +6,67 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_line import CONFIG, SMALL, TEXT, assert_refused, call, read_log
 from safetensors.torch import load_file
-from test_train import CONFIG
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 import patrickstar as ps
 from patrickstar._checkpoint.storage_reader import CheckpointReader
-from patrickstar._cli.main import app
 
 ABOUT = {"step": 3, "lr": 0.01, "weight_decay": 0.01, "architecture": "A", "config": "{}"}
 ABOUT |= {"tokenizer": "{}", "trained": True}
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "small_text")
+
+MODEL = json.dumps(CONFIG | {"resid_pdrop": 0.1})
+"""With dropout, so that the generators' states show."""
+FIELDS = ("step", "loss", "learning_rate", "gradient_norm")
 
 
 @pytest.fixture(autouse=True)
-def place(small_text: None) -> None:
-    # With dropout, so that the generators' states show.
-    Path("model.json").write_text(json.dumps(CONFIG | {"resid_pdrop": 0.1}))
-
-
-def call(command: str, *words: object) -> Result:
-    return CliRunner().invoke(app, [command, *map(str, words)])
+def _with_dropout(small_text: None) -> None:
+    Path("model.json").write_text(MODEL)
 
 
 def train(*words: object) -> Result:
-    options = ["--model", "model.json", "--data", "text.py", "--sequence", 16, "--batch", 2, "--device", "cpu"]
-    return call("train", *options, "--lr", "1e-2", "--steps", 7, *words)
+    return call("train", *SMALL, "--steps", 7, *words)
 
 
-def steps(log: str) -> list[dict[str, object]]:
-    records = [json.loads(line) for line in Path(log).read_text().splitlines()]
-    return [
-        {key: record[key] for key in ("step", "loss", "learning_rate", "gradient_norm")}
-        for record in records
-        if record["kind"] == "step"
-    ]
+def trained(*words: object) -> Result:
+    done = train(*words)
+    assert done.exit_code == 0, done.output
+    return done
+
+
+def steps(log: str = "log.jsonl") -> list[dict[str, object]]:
+    return [{key: record[key] for key in FIELDS} for record in read_log("step", log=log)]
+
+
+@pytest.fixture(scope="module")
+def run_of_seven(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the directory of a run that is complete, with its checkpoint."""
+    folder = tmp_path_factory.mktemp("run")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        Path("text.py").write_text(TEXT)
+        Path("model.json").write_text(MODEL)
+        trained("--save-every", 7, "--save-to", "kept")
+    return folder
+
+
+@pytest.fixture
+def saved_run(run_of_seven: Path, small_text: None) -> None:
+    """Copy its checkpoint to the current directory."""
+    shutil.copytree(run_of_seven / "kept", "kept")
 
 
 @pytest.mark.parametrize("delay", [(), ("--delay-from", 3)])
 def test_a_run_that_is_resumed_is_the_one_that_was_not_stopped(delay: tuple[object, ...]) -> None:
-    assert train("--log", "whole.jsonl", *delay).exit_code == 0
-    done = train("--log", "cut.jsonl", "--save-every", 2, "--keep", 9, "--save-to", "kept", *delay)
-    assert done.exit_code == 0, done.output
+    trained("--log", "whole.jsonl", *delay)
+    trained("--log", "cut.jsonl", "--save-every", 2, "--keep", 9, "--save-to", "kept", *delay)
     assert sorted(path.name for path in Path("kept").iterdir()) == ["step-2", "step-4", "step-6", "step-7"]
     for late in ("step-6", "step-7"):
         shutil.rmtree(Path("kept", late))
@@ -58,8 +74,7 @@ def test_a_run_that_is_resumed_is_the_one_that_was_not_stopped(delay: tuple[obje
     lines = Path("cut.jsonl").read_text().splitlines(keepends=True)
     sixth = next(number for number, line in enumerate(lines) if line.startswith('{"kind": "step", "step": 6,'))
     Path("cut.jsonl").write_text("".join(lines[:sixth]) + lines[sixth][:20])
-    done = train("--log", "cut.jsonl", "--save-every", 2, "--keep", 2, "--resume", "kept", *delay)
-    assert done.exit_code == 0, done.output
+    done = trained("--log", "cut.jsonl", "--save-every", 2, "--keep", 2, "--resume", "kept", *delay)
     assert "resumed from kept/step-4" in done.output
     assert steps("cut.jsonl") == steps("whole.jsonl")
     kinds = [json.loads(line)["kind"] for line in Path("cut.jsonl").read_text().splitlines()]
@@ -68,15 +83,14 @@ def test_a_run_that_is_resumed_is_the_one_that_was_not_stopped(delay: tuple[obje
 
 
 def test_resuming_from_one_checkpoint_among_others() -> None:
-    assert train("--log", "one.jsonl", "--save-every", 3, "--save-to", "kept").exit_code == 0
-    done = train("--log", "two.jsonl", "--resume", "kept/step-3", "--device-memory", "32MiB", "--chunk-size", "2000B")
-    assert done.exit_code == 0, done.output
+    trained("--log", "one.jsonl", "--save-every", 3, "--save-to", "kept")
+    trained("--log", "two.jsonl", "--resume", "kept/step-3", "--device-memory", "32MiB", "--chunk-size", "2000B")
     assert steps("two.jsonl") == steps("one.jsonl")[3:]
     assert len(list(Path("kept").iterdir())) == 3, "nothing is saved where nothing is asked for"
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["--resume", "nowhere"], "no such folder"),
         (["--resume", "empty"], "there is no checkpoint in it"),
@@ -90,16 +104,14 @@ def test_resuming_from_one_checkpoint_among_others() -> None:
         (["--resume", "kept", "--steps", 9, "--lr", "0.9"], "--lr 0.01"),
     ],
 )
-def test_what_can_not_be_resumed_or_saved(words: list[object], told: str) -> None:
+def test_what_can_not_be_resumed_or_saved(words: list[object], message: str, saved_run: None) -> None:
     Path("empty").mkdir()
-    assert train("--save-every", 7, "--save-to", "kept").exit_code == 0
     done = train(*words)
-    assert done.exit_code == 2
-    assert done.output.count("error: ") == 1 and told in done.output, done.output
+    assert_refused(done, message)
+    assert done.output.count("error: ") == 1
 
 
-def test_exporting() -> None:
-    assert train("--save-every", 7, "--save-to", "kept").exit_code == 0
+def test_exporting(saved_run: None) -> None:
     done = call("export", "kept", "full")
     assert done.exit_code == 0, done.output
     assert "in fp32, from kept/step-7" in done.output
@@ -120,14 +132,13 @@ def test_exporting() -> None:
     # What was exported can be trained on, with its tokenizer.
     done = call("train", "--model", "half", "--data", "text.py", "--steps", 1, "--sequence", 8, "--device", "cpu")
     assert done.exit_code == 0, done.output
-    for words, told in (
+    for words, message in (
         (["kept", "full"], "full already exists"),
         (["full", "new"], "it is a model folder"),
         (["nowhere", "new"], "no such folder"),
         (["kept", "new", "--max-shard", "much"], "'much'"),
     ):
-        done = call("export", *words)
-        assert done.exit_code == 2 and told in done.output, done.output
+        assert_refused(call("export", *words), message)
     assert not Path("new").exists()
 
 
@@ -149,6 +160,5 @@ def test_the_checkpoint_of_another_program(said: dict[str, object] | None, wrong
     ps.Checkpoints("kept").save(engine, 3, {} if said is None else {"run": said})
     engine.close()
     for done in (train("--resume", "kept"), call("export", "kept", "new")):
-        assert done.exit_code == 2, done.output
-        assert "was not written by patrickstar train" in done.output and wrong in done.output, done.output
+        assert_refused(done, "was not written by patrickstar train", wrong)
     assert not Path("new").exists()

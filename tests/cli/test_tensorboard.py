@@ -1,35 +1,22 @@
 """`patrickstar train --tensorboard` and `engine.record(tensorboard=...)`: the values of the log of JSON lines."""
 
-import json
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from command_line import assert_refused, train, trained
 from event_files import FIELDS, expected_scalars, scalars_in
-from test_train import CONFIG
 from torch import nn
-from typer.testing import CliRunner, Result
 
 import patrickstar as ps
-from patrickstar._cli.main import app
 from patrickstar._report.run_file import read_run
 from patrickstar.errors import ConfigError
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "small_text")
 
 WITHOUT = {tag for tag in FIELDS if tag.partition("/")[0] in ("disk", "collectives", "staleness")}
 """Scalars that only some runs have."""
-
-
-@pytest.fixture(autouse=True)
-def place(small_text: None) -> None:
-    Path("model.json").write_text(json.dumps(CONFIG))
-
-
-def train(*words: object) -> Result:
-    options = ["--model", "model.json", "--data", "text.py", "--sequence", 16, "--batch", 2, "--device", "cpu"]
-    return CliRunner().invoke(app, ["train", *map(str, options), "--log", "log.jsonl", *map(str, words)])
 
 
 def one_step(engine: ps.Engine) -> None:
@@ -44,13 +31,11 @@ def small_engine(**options: object) -> ps.Engine:
 
 def test_values_are_those_of_the_log_and_a_resumed_run_continues_them() -> None:
     words = ("--tensorboard", "events", "--save-to", "saved")
-    done = train("--steps", 5, "--save-every", 3, *words)
-    assert done.exit_code == 0, done.output
+    trained("--steps", 5, "--save-every", 3, *words)
     found = scalars_in(Path("events"))
     assert found == expected_scalars(read_run(Path("log.jsonl")), FIELDS.keys() - WITHOUT)
     assert all(sorted(values) == [1, 2, 3, 4, 5] for values in found.values())
-    done = train("--steps", 6, "--save-every", 3, "--resume", "saved/step-3", *words)
-    assert done.exit_code == 0, done.output
+    trained("--steps", 6, "--save-every", 3, "--resume", "saved/step-3", *words)
     run, again = read_run(Path("log.jsonl")), scalars_in(Path("events"))
     assert [step["step"] for step in run.steps] == [1, 2, 3, 4, 5, 6]
     assert again == expected_scalars(run, FIELDS.keys() - WITHOUT)
@@ -58,8 +43,7 @@ def test_values_are_those_of_the_log_and_a_resumed_run_continues_them() -> None:
 
 
 def test_disk_and_staleness_have_scalars_where_there_are_such() -> None:
-    done = train("--steps", 4, "--tensorboard", "events", "--disk", ".", "--delay-from", 2)
-    assert done.exit_code == 0, done.output
+    trained("--steps", 4, "--tensorboard", "events", "--disk", ".", "--delay-from", 2)
     found = scalars_in(Path("events"))
     tags = FIELDS.keys() - {tag for tag in FIELDS if tag.startswith("collectives/")}
     assert found == expected_scalars(read_run(Path("log.jsonl")), tags)
@@ -94,6 +78,5 @@ def test_mistakes(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "tensorboard", None)
         with pytest.raises(ConfigError, match="pip install tensorboard"):
             engine.record(tensorboard="events")
-    done = train("--tensorboard", "events")
-    assert done.exit_code == 2 and "error: a log for TensorBoard needs its package" in done.stderr
+    assert_refused(train("--tensorboard", "events"), "error: a log for TensorBoard needs its package")
     assert not Path("events").exists() and not Path("log.jsonl").exists()

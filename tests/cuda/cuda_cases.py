@@ -25,7 +25,7 @@ from patrickstar._layout.byte_size import parse_size
 from patrickstar._memory.accelerator import Accelerator
 from patrickstar._memory.cuda_accelerator import CudaAccelerator
 from patrickstar._memory.hardware import Hardware
-from patrickstar.testing import NoMeter, ReferenceTrainer
+from patrickstar.testing import NoMeter, ReferenceTrainer, assert_same_bits
 
 if os.environ.get("PATRICKSTAR_TEST_DEVICE") == "strict":
     import strict_device  # It becomes PyTorch's accelerator.
@@ -34,15 +34,10 @@ DEVICE = torch.device(os.environ.get("PATRICKSTAR_TEST_DEVICE", "cuda"))
 ON_GPU = DEVICE.type == "cuda"
 HAS_ACCELERATOR = DEVICE.type != "cpu"
 
-marks = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(ON_GPU and not torch.cuda.is_available(), reason="this machine offers no CUDA device"),
-]
+NEEDS_CUDA = pytest.mark.skipif(ON_GPU and not torch.cuda.is_available(), reason="this machine offers no CUDA device")
+marks = [pytest.mark.cuda, NEEDS_CUDA]
 """Marks of tests that run on any device."""
-gpu_marks = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not ON_GPU or not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+gpu_marks = [*marks, pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")]
 """Marks of tests that call CUDA functions."""
 
 
@@ -97,6 +92,19 @@ def make_engine(build: Callable[[], nn.Module], config: ps.Config, **options) ->
     return Engine(build, config, meter=None if HAS_ACCELERATOR else NoMeter(), **options)
 
 
+def check_training(
+    config: ps.Config, size: str, steps: int, build: Callable[[], nn.Module] = layers, run=train, **hooks
+) -> ps.StepStats:
+    """Assert that training within a budget of `size`, has the bits of plain PyTorch; return the statistics."""
+    expected = plain_run(config, steps, build)
+    config = config.model_copy(update={"device_memory": budget(size)})
+    engine = make_engine(build, config, **hooks)
+    results = run(engine, inputs(steps))
+    assert_same_bits(expected, results + outcome(engine), "results of training")
+    engine.close()
+    return engine.stats.total
+
+
 @contextmanager
 def memory_limit(more_bytes: int):
     """Limit the allocator temporarily to `more_bytes` more than it holds."""
@@ -121,17 +129,12 @@ def memory_limit(more_bytes: int):
 
 def run_program(program: str, **environment: str) -> str:
     """Run Python code in a separate process, assert that it succeeds, and return its output."""
-    here = Path(__file__).parent
+    folder = Path(__file__).parent
     # The package that this process imported. The one in `src` may lack its C++ library.
     package = str(Path(ps.__file__).parents[1])
-    path = os.pathsep.join([str(here), str(here.parent), *filter(None, [os.environ.get("PYTHONPATH")]), package])
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=here.parents[1],
-        env=os.environ | {"PYTHONPATH": path} | environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    path = os.pathsep.join([str(folder), str(folder.parent), *filter(None, [os.environ.get("PYTHONPATH")]), package])
+    env = os.environ | {"PYTHONPATH": path} | environment
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=folder.parents[1], env=env, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -50,23 +50,19 @@ def result(tensor: torch.Tensor, transfer) -> torch.Tensor:
     return tensor.cpu()
 
 
-def test_a_gather_waits_for_computation_and_returns_all_shards(only):
+@pytest.mark.parametrize("own_on_host", [False, True])
+def test_a_gather_waits_for_computation_and_returns_all_shards(only, own_on_host):
     collectives, group = only
     whole, values = torch.zeros(NUMEL, dtype=torch.bfloat16, device=DEVICE), numbers()
+    own = values.cpu() if own_on_host else values
     busy()
-    assert torch.equal(result(whole, collectives.all_gather(group, values, whole, CUTS)), values.cpu())
+    assert torch.equal(result(whole, collectives.all_gather(group, own, whole, CUTS)), values.cpu())
 
 
 def test_a_shard_is_sent(only):
     collectives, group = only
     whole, own = torch.zeros(NUMEL, dtype=torch.bfloat16, device=DEVICE), numbers().cpu()
     assert torch.equal(result(whole, collectives.gather_to(group, own, whole, CUTS, [0])), own)
-
-
-def test_a_shard_on_the_host_is_gathered(only):
-    collectives, group = only
-    whole, own = torch.zeros(NUMEL, dtype=torch.bfloat16, device=DEVICE), numbers().cpu()
-    assert torch.equal(result(whole, collectives.all_gather(group, own, whole, CUTS)), own)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -79,21 +75,14 @@ def test_a_reduction_in_place(only, dtype):
     assert torch.equal(result(whole, collectives.reduce_scatter(group, whole, whole, CUTS, [0])), expected)
 
 
-def test_a_reduction_in_fp32_of_16_bits(only):
+@pytest.mark.parametrize("device", [DEVICE, torch.device("cpu")], ids=["on the device", "on the host"])
+def test_a_reduction_in_fp32_of_16_bits(only, device):
     collectives, group = only
-    whole = numbers()
-    expected = whole.float().cpu()
-    target = torch.zeros(NUMEL, device=DEVICE)
-    assert torch.equal(result(target, collectives.reduce_scatter(group, whole, target, CUTS, [0])), expected)
-
-
-def test_a_reduction_to_the_host(only):
-    collectives, group = only
-    whole = numbers()
-    target = torch.zeros(NUMEL, dtype=torch.float32)
+    whole, target = numbers(), torch.zeros(NUMEL, device=device)
     transfer = collectives.reduce_scatter(group, whole, target, CUTS, [0])
-    transfer.wait()
-    assert torch.equal(target, whole.float().cpu())
+    if device.type == "cpu":
+        transfer.wait()
+    assert torch.equal(result(target, transfer), whole.float().cpu())
 
 
 @pytest.mark.skipif(not HAS_ACCELERATOR, reason="needs an accelerator")
@@ -106,8 +95,7 @@ def test_a_process_without_gradients_adds_zeros(only):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_reduction_in_two_levels(only, dtype):
     collectives, group = only
-    whole = numbers(dtype)
-    target = torch.zeros(NUMEL, dtype=dtype, device=DEVICE)
+    whole, target = numbers(dtype), torch.zeros(NUMEL, dtype=dtype, device=DEVICE)
     expected = whole.cpu()
     transfer = collectives.hierarchical_reduce_scatter(Levels(group, group), whole, target, CUTS, [0], [0])
     assert torch.equal(result(target, transfer), expected)

@@ -161,11 +161,11 @@ def test_gradients_of_lookups_on_the_host_arrive_in_one_thread(monkeypatch, upda
     threads = set()
     accept = GradientHooks._accept
 
-    def watched(hooks, managed, *args, **kwargs):
+    def accept_and_note(hooks, managed, *args, **kwargs):
         threads.add(threading.get_ident())
         accept(hooks, managed, *args, **kwargs)
 
-    monkeypatch.setattr(GradientHooks, "_accept", watched)
+    monkeypatch.setattr(GradientHooks, "_accept", accept_and_note)
     engine = testing.stressed(Words, ps.Config(device=str(DEVICE), chunk_size=4096))
     for batch in words(4):
         threads.clear()

@@ -4,8 +4,9 @@ import time
 
 import pytest
 import torch
-from cuda_cases import DEVICE, ON_GPU, budget, inputs, layers, make_engine, marks, plain_run, run_program
-from toys import outcome, train
+from cuda_cases import DEVICE, ON_GPU, budget, check_training, inputs, layers, make_engine, marks, plain_run
+from cuda_cases import run_program as run
+from toys import train
 
 import patrickstar as ps
 from patrickstar._memory.chunk import Chunk
@@ -17,6 +18,7 @@ from patrickstar.testing import assert_exact, assert_same_bits
 
 pytestmark = marks
 
+CONFIG = ps.Config(device=str(DEVICE), chunk_size="128KiB", host_memory="64MiB")
 CYCLES = 100_000_000
 """Cycles that a GPU sleeps, about 50 ms."""
 
@@ -33,12 +35,7 @@ def test_training_from_disk_gives_the_bits_of_plain_pytorch(tmp_path, stress, ma
 @pytest.mark.parametrize("policy", [DemandFetch, AggressivePrefetch])
 def test_prefetched_chunks_give_the_same_bits(policy):
     """1 MiB of 16-bit parameters, and activations of 16 KiB per layer."""
-    options = dict(device=str(DEVICE), chunk_size="128KiB", host_memory="64MiB")
-    plain = plain_run(ps.Config(**options), 6)
-    engine = make_engine(layers, ps.Config(**options, device_memory=budget("1536KiB")), prefetch_policy=policy)
-    assert_same_bits(plain, train(engine, inputs(6)) + outcome(engine), "results of training")
-    assert engine.stats.total.h2d_bytes > 0
-    engine.close()
+    assert check_training(CONFIG, "1536KiB", 6, prefetch_policy=policy).h2d_bytes > 0
 
 
 class LateCopies(CopyStreams):
@@ -69,23 +66,16 @@ class LateHardware(Hardware):
 
 def test_late_copies_change_nothing():
     """Also in planned steps, computation waits for copies, and evicted memory is not reused too early."""
-    options = dict(device=str(DEVICE), chunk_size="128KiB", host_memory="64MiB")
-    plain = plain_run(ps.Config(**options), 5)
-    config = ps.Config(**options, device_memory=budget("1536KiB"))
-    engine = make_engine(
-        layers, config, hardware=LateHardware(config.find_device()), prefetch_policy=AggressivePrefetch
-    )
-    assert_same_bits(plain, train(engine, inputs(5)) + outcome(engine), "results of training")
-    engine.close()
+    hooks = {"hardware": LateHardware(CONFIG.find_device()), "prefetch_policy": AggressivePrefetch}
+    check_training(CONFIG, "1536KiB", 5, **hooks)
 
 
 def test_an_engine_is_closed_with_copies_in_flight():
-    options = dict(device=str(DEVICE), chunk_size="128KiB", host_memory="64MiB", precision="fp32")
-    plain = plain_run(ps.Config(**options), 3)
-    config = ps.Config(**options, device_memory=budget("3MiB", torch.float32))
-    engine = make_engine(
-        layers, config, hardware=LateHardware(config.find_device()), prefetch_policy=AggressivePrefetch
-    )
+    config = CONFIG.model_copy(update={"precision": "fp32"})
+    plain = plain_run(config, 3)
+    config = config.model_copy(update={"device_memory": budget("3MiB", torch.float32)})
+    hooks = {"hardware": LateHardware(config.find_device()), "prefetch_policy": AggressivePrefetch}
+    engine = make_engine(layers, config, **hooks)
     results = train(engine, inputs(3))
     engine(*inputs(1)[0])
     module = engine.module
@@ -107,9 +97,9 @@ print("done")
 """
 
 
-@pytest.mark.parametrize("disk", [False, True])
-def test_a_process_may_end_without_closing_its_engine(tmp_path, disk):
-    assert run_program(EXIT.format(disk=str(tmp_path) if disk else None)).split() == ["done"]
+@pytest.mark.parametrize("room", [False, True], ids=["host", "disk"])
+def test_a_process_may_end_without_closing_its_engine(tmp_path, room):
+    assert run(EXIT.format(disk=str(tmp_path) if room else None)).split() == ["done"]
 
 
 @pytest.mark.skipif(not ON_GPU, reason="streams need a GPU")

@@ -1,15 +1,17 @@
-"""Loops with chunks that move: evaluation, data loaders, errors, accumulation."""
+"""Loops with chunks that move: evaluation, data loaders, errors, accumulation, checkpoints."""
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
-from cuda_cases import DEVICE, budget, gpt, inputs, layers, make_engine, marks, plain_run
+from cuda_cases import DEVICE, budget, check_training, gpt, inputs, layers, make_engine, marks, plain_run
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from toys import outcome, train
 
 import patrickstar as ps
+from patrickstar import testing
 from patrickstar._layout.chunk_mapping import ALIGN_NUMEL
 from patrickstar.testing import assert_exact, assert_same_bits, compare
 
@@ -18,61 +20,49 @@ pytestmark = marks
 OPTIONS = dict(device=str(DEVICE), chunk_size="128KiB", host_memory="64MiB")
 
 
-def small_engine():
-    """Create an engine whose parameters do not fit on the device together."""
-    return make_engine(layers, ps.Config(**OPTIONS, device_memory=budget("1536KiB")))
-
-
 def test_data_loaders_whose_workers_are_forked():
     """Workers are forked while host memory is locked and chunks are copied, and inherit neither."""
-    expected = plain_run(ps.Config(**OPTIONS), 6)
-    engine = small_engine()
-    losses = []
-    data = TensorDataset(torch.cat([values for (values,) in inputs(6)]))
-    for _ in range(2):
-        with warnings.catch_warnings():  # the warning of Python about forks of a process with threads
-            warnings.simplefilter("ignore", DeprecationWarning)
-            loader = iter(DataLoader(data, batch_size=32, num_workers=2, multiprocessing_context="fork"))
-            batches = [next(loader) for _ in range(3)]
-        losses += train(engine, batches if not losses else inputs(6)[3:])
-        del loader
-    assert_same_bits(expected, losses + outcome(engine), "results of training")
-    engine.close()
+
+    def run(engine, batches):
+        losses, data = [], TensorDataset(torch.cat([values for (values,) in batches]))
+        for _ in range(2):
+            with warnings.catch_warnings():  # the warning of Python about forks of a process with threads
+                warnings.simplefilter("ignore", DeprecationWarning)
+                loader = iter(DataLoader(data, batch_size=32, num_workers=2, multiprocessing_context="fork"))
+                loaded = [next(loader) for _ in range(3)]
+            losses += train(engine, batches[3:] if losses else loaded)
+            del loader
+        return losses
+
+    check_training(ps.Config(**OPTIONS), "1536KiB", 6, run=run)
 
 
-OPTIMIZERS = {
-    "Muon": ps.Muon(lr=1e-2),
-    "schedule-free": ps.ScheduleFreeAdamW(lr=1e-2),
-    "8-bit": ps.AdamW8bit(lr=1e-2),
-}
+OPTIMIZERS = {"Muon": ps.Muon(lr=1e-2), "schedule-free": ps.ScheduleFreeAdamW(lr=1e-2), "8-bit": ps.AdamW8bit(lr=1e-2)}
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
-@pytest.mark.parametrize("memory", ["2560KiB", "64MiB"], ids=["states on the host", "states on the device"])
-def test_optimizers(optimizer, memory):
+@pytest.mark.parametrize("room", ["2560KiB", "64MiB"], ids=["states on the host", "states on the device"])
+def test_optimizers(optimizer, room):
     """Muon multiplies matrices on the device, wherever its states are."""
-    config = ps.Config(**OPTIONS, optimizer=optimizer)
-    expected = plain_run(config, 4)
-    engine = make_engine(layers, config.model_copy(update={"device_memory": budget(memory)}))
-    assert_same_bits(expected, train(engine, inputs(4)) + outcome(engine), "results of training")
-    engine.close()
+    check_training(ps.Config(**OPTIONS, optimizer=optimizer), room, 3)
 
 
 def test_evaluation_between_steps():
     """Evaluate with no_grad and inference_mode, which fetch chunks on demand."""
-    expected = plain_run(ps.Config(**OPTIONS), 4)
-    engine = small_engine()
-    results, outputs = [], []
-    for step, batch in enumerate(inputs(4)):
-        results += train(engine, [batch])
-        engine.eval()
-        with torch.no_grad() if step % 2 else torch.inference_mode():
-            outputs.append(engine(*inputs(1, seed=9)[0]).cpu())
-            assert torch.equal(outputs[-1], engine(*inputs(1, seed=9)[0]).cpu())
-        engine.train()
-    assert not torch.equal(outputs[0], outputs[-1])
-    assert_same_bits(expected, results + outcome(engine), "results of training")
-    engine.close()
+
+    def run(engine, batches):
+        results, outputs = [], []
+        for step, batch in enumerate(batches):
+            results += train(engine, [batch])
+            engine.eval()
+            with torch.no_grad() if step % 2 else torch.inference_mode():
+                outputs.append(engine(*inputs(1, seed=9)[0]).cpu())
+                assert torch.equal(outputs[-1], engine(*inputs(1, seed=9)[0]).cpu())
+            engine.train()
+        assert not torch.equal(outputs[0], outputs[-1])
+        return results
+
+    check_training(ps.Config(**OPTIONS), "1536KiB", 4, run=run)
 
 
 def test_text_is_generated_between_steps():
@@ -127,18 +117,18 @@ class Breaking(nn.Module):
 
 def test_training_can_continue_after_an_error_in_backward():
     """The error is raised in the autograd thread of the device. Gradients computed before it are dropped."""
-    expected = plain_run(ps.Config(**OPTIONS), 4, Breaking)
-    engine = make_engine(Breaking, ps.Config(**OPTIONS, device_memory=budget("1536KiB")))
-    found = train(engine, inputs(4)[:2])
-    Breaks.fails = True
-    loss = engine(*inputs(1, seed=7)[0]).float().pow(2).mean()
-    with pytest.raises(RuntimeError, match="made to fail"):
-        engine.backward(loss)
-    del loss
-    engine.optimizer.zero_grad()
-    found += train(engine, inputs(4)[2:])
-    assert_same_bits(expected, found + outcome(engine), "results of training")
-    engine.close()
+
+    def run(engine, batches):
+        found = train(engine, batches[:2])
+        Breaks.fails = True
+        loss = engine(*inputs(1, seed=7)[0]).float().pow(2).mean()
+        with pytest.raises(RuntimeError, match="made to fail"):
+            engine.backward(loss)
+        del loss
+        engine.optimizer.zero_grad()
+        return found + train(engine, batches[2:])
+
+    check_training(ps.Config(**OPTIONS), "1536KiB", 4, Breaking, run)
 
 
 def test_a_default_device(tmp_path):
@@ -188,3 +178,37 @@ def test_parameters_begin_at_multiples_of_256_bytes():
     for param in engine.inspect().parameters:
         assert param.offset * getattr(torch, param.dtype).itemsize % 256 == 0, param.name
     engine.close()
+
+
+# Checkpoints, with dropout, and states on the device, the host or the disk
+
+
+pytestmark = marks
+
+build = partial(layers, count=12, dropout=0.1)
+
+
+@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("tier", ["device", "host", "disk"])
+def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(tmp_path, tier, precision, wait):
+    """The parameters take 1.5 MiB in 16 bits and the states 9 MiB, so that the smaller budgets hold no states."""
+    options = dict(device=str(DEVICE), precision=precision, chunk_size="512KiB")
+    small = budget("4MiB", ps.Config(**options).compute_dtype)
+    budgets = {
+        "device": {"device_memory": "1GiB"},
+        "host": {"device_memory": small},
+        "disk": {"device_memory": small, "host_memory": "64MiB", "disk": ps.Disk(tmp_path)},
+    }[tier]
+    engine = make_engine(build, ps.Config(**options, **budgets))
+    train(engine, inputs(3, rows=8))
+    engine.save(tmp_path / "checkpoint", wait=wait)
+    expected = train(engine, inputs(2, rows=8, seed=2)) + outcome(engine)
+    engine.close()
+    resumed = make_engine(build, ps.Config(**options, device_memory="1GiB"))
+    torch.manual_seed(5)
+    resumed.load(tmp_path / "checkpoint")
+    testing.assert_same_bits(
+        expected, train(resumed, inputs(2, rows=8, seed=2)) + outcome(resumed), "results after the resume"
+    )
+    resumed.close()

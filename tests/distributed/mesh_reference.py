@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch.distributed as dist
@@ -24,7 +25,7 @@ from .reference import AveragingTrainer
 
 @dataclass(frozen=True)
 class Held:
-    """What one process holds of one parameter.
+    """Part of one parameter that one process holds.
 
     `box` is the same for processes with the same part of the parameter, `place` for those of them whose gradients are
     added; `batches` are those that this process's gradient is of.
@@ -66,7 +67,7 @@ class MeshTrainer(AveragingTrainer):
         self.counts = {param: each.index(each[own]) == own for param, each in boxes.items()}
         """Whether this process is the first one with its box of a parameter, whose squares count in the norm."""
         groups = sorted({ranks for each in gathered(set(self.ranks.values())) for ranks in each})
-        self.groups = {ranks: dist.new_group(ranks) for ranks in groups}
+        self.groups = {ranks: _process_group(ranks) for ranks in groups}
 
     @property
     def batches(self) -> int:
@@ -89,6 +90,11 @@ class MeshTrainer(AveragingTrainer):
 
     def gradients_are_finite(self) -> bool:
         return all(gathered(super().gradients_are_finite()))
+
+
+@cache  # its threads end with the process
+def _process_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    return dist.new_group(ranks)
 
 
 def _held(param: nn.Parameter, mesh: DeviceMesh, batch_of: list[int]) -> Held:

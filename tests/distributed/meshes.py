@@ -5,15 +5,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from patrickstar._distributed.process_group import World
 from patrickstar._distributed.single_process import SINGLE_PROCESS
+
+from . import ranks
 
 EXPERTS, TOKENS = 6, 11
 
@@ -143,16 +144,13 @@ class Place:
         if self.size == 1:
             return SINGLE_PROCESS, None, lambda: Mixed(**options)
         world = World(torch.device("cpu"))
-        mesh = init_device_mesh("cpu", tuple(self.dims.values()), mesh_dim_names=tuple(self.dims))
+        mesh = ranks.mesh(**self.dims)
 
         def build() -> nn.Module:
             model = Mixed(**options)
             if self.tensor:
-                plan = {
-                    "words": RowwiseParallel(input_layouts=Replicate()),
-                    "up": ColwiseParallel(),
-                    "down": RowwiseParallel(),
-                }
+                words = RowwiseParallel(input_layouts=Replicate())
+                plan = {"words": words, "up": ColwiseParallel(), "down": RowwiseParallel()}
                 parallelize_module(model, mesh[self.tensor], plan)
                 model.gated.parallelize(mesh[self.tensor])
             if self.expert:
@@ -173,11 +171,3 @@ PLACES = {
     "dp2-tp2-ep2": Place(4, {"dp": 2, "tp": 2}, ("dp",), "tp", "dp"),
 }
 """Places by name."""
-
-
-def start() -> None:
-    """Join the processes of a test, if there are several."""
-    import os
-
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        dist.init_process_group("gloo")

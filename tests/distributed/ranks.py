@@ -18,12 +18,19 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
 from typing import IO, Any
 
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
 TESTS = Path(__file__).parents[1]
+WITHIN_S = 600.0
+"""Seconds that ranks have by default: many times what they need, since the machine may be busy."""
 PRELOADED = [
+    "hypothesis",
+    "hypothesis.strategies",
     "torch",
     "torch.distributed",
     "torch.distributed.checkpoint",
@@ -34,6 +41,7 @@ PRELOADED = [
     "patrickstar._cli.train",
     "patrickstar.integrations.transformers",
     "torch.distributed.tensor.parallel",
+    "transformers.optimization",
     *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "mixtral", "qwen2_moe", "qwen3")),
 ]
 
@@ -45,6 +53,36 @@ class Ended:
     code: int | None
     text: str
     seconds: float
+
+
+def joined(function: Callable[..., None]) -> Callable[..., None]:
+    """Join the processes for a function of each rank; at its end destroy all process groups, also those of meshes."""
+
+    @wraps(function)
+    def run(**options: Any) -> None:
+        if int(os.environ["WORLD_SIZE"]) > 1:
+            dist.init_process_group("gloo")
+        function(**options)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    return run
+
+
+@cache
+def mesh(**sizes: int) -> DeviceMesh:
+    """Return the mesh of all processes with these sizes by name.
+
+    A process makes each once: the threads of a mesh's process groups run until the groups are destroyed.
+    """
+    return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def seeds(count: int, first: int = 0) -> list[int]:
+    """Return the seeds of `count` random cases, of which `make test` runs an eighth: each runs in several processes."""
+    from sampling import nightly  # its import takes half a second, which new interpreters need not spend
+
+    return list(range(first, first + (count if nightly() else -(-count // 8))))
 
 
 def free_port() -> int:
@@ -165,7 +203,7 @@ def start(
     return processes
 
 
-def wait(processes: Sequence[Any], seconds: float) -> list[Ended]:
+def wait(processes: Sequence[Any], seconds: float = WITHIN_S) -> list[Ended]:
     """Wait until all ranks have ended, at most `seconds`, then kill the remaining ones."""
     started = time.monotonic()
     ended: dict[int, Ended] = {}
@@ -189,7 +227,7 @@ def wait(processes: Sequence[Any], seconds: float) -> list[Ended]:
     return [ended[rank] for rank in range(len(processes))]
 
 
-def run(size: int, function: Callable[..., None], seconds: float = 120, **options: Any) -> list[Ended]:
+def run(size: int, function: Callable[..., None], seconds: float = WITHIN_S, **options: Any) -> list[Ended]:
     """Run `function` in `size` ranks, and assert that each succeeds within `seconds`."""
     ended = wait(start(size, function, options), seconds)
     for rank, result in enumerate(ended):

@@ -19,13 +19,12 @@ import patrickstar as ps
 
 from . import ranks
 
-WITHIN_S = 60.0
-
 
 @contextmanager
 def agent_store() -> Iterator[int]:
     """Host a store in this process; return its port."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=60), wait_for_workers=False)
+    timeout = timedelta(seconds=ranks.WITHIN_S)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timeout, wait_for_workers=False)
     yield store.port
 
 
@@ -54,7 +53,7 @@ def check_ended(ended: Sequence[ranks.Ended], codes: Sequence[int]) -> None:
 
 def run(port: int, size: int, function: Any, options: dict[str, Any]) -> list[ranks.Ended]:
     """Run processes to a successful end."""
-    ended = ranks.wait(start(port, size, function, options), WITHIN_S)
+    ended = ranks.wait(start(port, size, function, options))
     check_ended(ended, [0] * size)
     return ended
 

@@ -5,7 +5,6 @@ import random
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -18,7 +17,6 @@ from patrickstar._layout.shard_geometry import Box
 from patrickstar.errors import ModelError
 
 from . import ranks
-from .meshes import start
 
 
 def random_placement(draw: random.Random, dims: int) -> Placement:
@@ -32,12 +30,11 @@ def inside(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     return tensor[tuple(map(slice, box.offsets, box.ends))]
 
 
+@ranks.joined
 def compare_boxes(seed: int, count: int) -> None:
     """Distribute random tensors over random meshes; runs in each process."""
-    start()
     draw = random.Random(seed)
-    sizes = [(4,), (2, 2), (1, 4), (2, 1, 2)]
-    meshes = [init_device_mesh("cpu", each, mesh_dim_names=tuple("abc"[: len(each)])) for each in sizes]
+    meshes = [ranks.mesh(a=4), ranks.mesh(a=2, b=2), ranks.mesh(a=1, b=4), ranks.mesh(a=2, b=1, c=2)]
     for _ in range(count):
         mesh = draw.choice(meshes)
         shape = [draw.randint(0, 9) for _ in range(draw.randint(1, 3))]
@@ -53,10 +50,10 @@ def compare_boxes(seed: int, count: int) -> None:
         assert torch.equal(found, local), case
 
 
+@ranks.joined
 def refuse_dtensors() -> None:
     """Create engines with DTensors that chunks can't hold; runs in each process."""
-    start()
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = ranks.mesh(a=2)
     layer = nn.Linear(4, 4)
     part = torch.zeros(3, 4)
     whole = DTensor.from_local(part, mesh, [Shard(0)], run_check=False, shape=layer.weight.shape, stride=(4, 1))

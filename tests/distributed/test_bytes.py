@@ -5,9 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 from probes import after_allocations, manager_of, model_data_of
-from sampling import draws
 from torch import nn
 from toys import Shape, layers, mean_square
 
@@ -77,9 +75,9 @@ def test_a_step_sends_the_bytes_of_the_formula(size, fits):
     ranks.run(size, counters, fits=fits)
 
 
+@ranks.joined
 def one_owner(seeds: list[int], replicas: int = 1) -> None:
     """Train with chunk groups larger than the device budget; runs in each process."""
-    dist.init_process_group("gloo")
     mesh = mesh_of(replicas)
     shape = Shape(("mlp", "plain", "mlp"))
     for seed in seeds:
@@ -97,9 +95,8 @@ def one_owner(seeds: list[int], replicas: int = 1) -> None:
         engine.close(keep=False)
         world = World(CPU)
         compare(world, shape.build, config, script, seed, replicas, mesh=mesh, meter=testing.NoMeter())
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_chunks_are_gathered_one_by_one_if_a_group_does_not_fit(size):
-    ranks.run(size, one_owner, seeds=list(range(draws(3))))
+    ranks.run(size, one_owner, seeds=ranks.seeds(3))

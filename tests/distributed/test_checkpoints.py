@@ -1,6 +1,5 @@
 """Checkpoints of several processes: a resume on any number of processes restores the same bits."""
 
-import os
 import random
 import resource
 import warnings
@@ -59,9 +58,9 @@ def make(build, config, world, seed, **hooks):
     return engine
 
 
+@ranks.joined
 def save_and_go_on(folder: str, seeds: list[int], replicas: int = 1) -> None:
     """Save checkpoints, train on, and write the expected results to files; runs in each process."""
-    dist.init_process_group("gloo")
     mesh = mesh_of(replicas)
     for seed in seeds:
         world = World(CPU)
@@ -78,20 +77,17 @@ def save_and_go_on(folder: str, seeds: list[int], replicas: int = 1) -> None:
         seen += outcome(engine)
         engine.close()
         torch.save((saved, seen), f"{folder}/expected-{seed}-{world.rank}")
-    dist.destroy_process_group()
 
 
+@ranks.joined
 def resume(folder: str, seeds: list[int], same: bool, replicas: int = 1) -> None:
     """Load checkpoints; runs in each process.
 
     With the same mesh, train on and compare. With another one, only compare and save again.
     """
-    alone = int(os.environ["WORLD_SIZE"]) == 1
-    if not alone:
-        dist.init_process_group("gloo")
     mesh = mesh_of(replicas)
     for seed in seeds:
-        world = SINGLE_PROCESS if alone else World(CPU)
+        world = World(CPU) if dist.is_initialized() else SINGLE_PROCESS
         rank = world.rank
         build, config = build_of(seed)
         # Chunk size and state of the random number generator differ from those of the saved run.
@@ -110,8 +106,6 @@ def resume(folder: str, seeds: list[int], same: bool, replicas: int = 1) -> None
             found = train(engine, batches_of(rank, seed)[2:]) + outcome(engine)
             testing.assert_same_bits(expected, found, "results after the resume")
         engine.close()
-    if not alone:
-        dist.destroy_process_group()
 
 
 SEEDS = [1, 2, 3, 4, 6][: draws(5)]
@@ -144,9 +138,9 @@ class Broken:
     """State that cannot be saved."""
 
 
+@ranks.joined
 def refusals(folder: str) -> None:
     """Cause errors in one process; all raise them and can continue. Runs in each process."""
-    dist.init_process_group("gloo")
     world = World(CPU)
     build, config = build_of(1)
     engine = make(build, config, world, 1)
@@ -187,7 +181,6 @@ def refusals(folder: str) -> None:
     assert checkpoints.save(engine, 1, wait=False) and checkpoints.save(engine, 1, wait=False)
     engine.close()
     assert [path.name for path in checkpoints.all()] == ["step-1", "step-1-2"]
-    dist.destroy_process_group()
 
 
 def test_errors_are_raised_by_all_processes_and_all_can_continue(tmp_path):

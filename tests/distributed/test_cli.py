@@ -11,11 +11,17 @@ import patrickstar.__main__
 
 from . import ranks
 
+NO_DROPOUT = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+
+SIZES = {"n_layer": 1, "n_embd": 64, "n_head": 2, "n_positions": 64, "vocab_size": 300}
+MODEL = {"model_type": "gpt2", "bos_token_id": 0, "eos_token_id": 0, **SIZES, **NO_DROPOUT}
+
 
 def options(folder, log, *words):
-    """Return the arguments of a short run of a small model."""
+    """Return the arguments of a short run of a tiny model: most of the time is that of its dry run."""
     (folder / "text.txt").write_text("It was a bright cold day in April, and the clocks were striking. " * 200)
-    arguments = ["train", "--model", "gpt-1m", "--vocab-size", "300", "--data", str(folder / "text.txt")]
+    (folder / "model.json").write_text(json.dumps(MODEL))
+    arguments = ["train", "--model", str(folder / "model.json"), "--data", str(folder / "text.txt")]
     arguments += ["--sequence", "16", "--steps", "3", "--precision", "fp32", "--device", "cpu"]
     return [*arguments, "--log-file", str(log), *words]
 
@@ -25,7 +31,7 @@ def train_by_torchrun(folder, arguments, processes):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     command += ["-m", "patrickstar", *arguments]
     environment = os.environ | {"HOME": str(folder)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=ranks.WITHIN_S, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -41,7 +47,7 @@ def main(arguments: list[str], folder: str, without: str = "") -> None:
 
 def train_forked(folder, arguments, processes):
     """Run the command in forked processes, and return how each has ended."""
-    return ranks.wait(ranks.start(processes, main, {"arguments": arguments, "folder": str(folder)}), 120)
+    return ranks.wait(ranks.start(processes, main, {"arguments": arguments, "folder": str(folder)}))
 
 
 def train(folder, arguments, processes):
@@ -75,7 +81,7 @@ def test_train_on_two_processes(tmp_path, train_on_two):
 def test_a_rank_without_others_is_refused(tmp_path):
     arguments = options(tmp_path, tmp_path / "log")
     call = {"arguments": arguments, "folder": str(tmp_path), "without": "MASTER_ADDR"}
-    (ended,) = ranks.wait(ranks.start(1, main, call, env=[{"WORLD_SIZE": "2"}]), 120)
+    (ended,) = ranks.wait(ranks.start(1, main, call, env=[{"WORLD_SIZE": "2"}]))
     assert ended.code == 2
     assert "error: RANK and WORLD_SIZE say that this is one of 2 processes" in ended.text
     assert "MASTER_ADDR" in ended.text and "torchrun" in ended.text

@@ -82,10 +82,11 @@ def print_batches(arguments: list[str], folder: str) -> None:
     main(arguments, folder)
 
 
+@pytest.mark.long("the whole command in four processes")
 def test_processes_of_a_tensor_group_share_batch_and_seed(tmp_path, arguments):
-    call = {"arguments": arguments("log", 2, "--tp", "2", "--seed", "5"), "folder": str(tmp_path)}
+    call = {"arguments": arguments("log", 2, "--tp", "2", "--seed", "5", "--steps", "2"), "folder": str(tmp_path)}
     lines = []
-    for ended in ranks.wait(ranks.start(4, print_batches, call), 120):
+    for ended in ranks.wait(ranks.start(4, print_batches, call)):
         assert ended.code == 0, ended.text
         lines.append([line for line in ended.text.splitlines() if line.startswith("batch")])
     assert lines[0] == lines[1] and lines[2] == lines[3]
@@ -112,11 +113,7 @@ def test_a_run_resumes_on_any_mesh(tmp_path, arguments):
     ("processes", "words", "error"),
     [
         (3, ["--tp", "2"], "error: 3 processes can't be divided into replicas=1 times groups of tp=2"),
-        (
-            2,
-            ["--tp", "2", "--model", "gpt-1m"],
-            "no tensor-parallel plan for a GPT2LMHeadModel (gpt-1m)",
-        ),
+        (2, ["--tp", "2", "--model", "gpt-1m"], "no tensor-parallel plan for a GPT2LMHeadModel (gpt-1m)"),
         (2, ["--tp", "2", "--dry-run"], "error: --dry-run simulates all processes in one"),
     ],
 )

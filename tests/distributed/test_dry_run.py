@@ -7,7 +7,6 @@ import pytest
 import torch.distributed as dist
 from laws.models import config, smallest_device_bytes
 from laws.test_dry_run import LAPTOP
-from sampling import draws
 from toys import batches
 
 from patrickstar import testing
@@ -35,6 +34,7 @@ def results(engine, accumulation, max_norm):
     return {name: value for name, value in asdict(engine.stats.last).items() if name not in UNEQUAL}
 
 
+@ranks.joined
 def compare(seeds: list[int], replicas: int, at_once: bool) -> None:
     """Compare what real and simulated processes do with random models and budgets; runs in each process.
 
@@ -42,7 +42,6 @@ def compare(seeds: list[int], replicas: int, at_once: bool) -> None:
         at_once: Let collectives end at once, really and in the simulation. Otherwise the peak of the device also
             depends on when reductions end: their chunks keep their memory until then, within the budget.
     """
-    dist.init_process_group("gloo")
     machine = LAPTOP
     if at_once:
         machine = LAPTOP.model_copy(update={"host": LAPTOP.host.model_copy(update={"memory_bandwidth": 1e30})})
@@ -89,16 +88,15 @@ def compare(seeds: list[int], replicas: int, at_once: bool) -> None:
             different = {name: (real[name], simulated[name]) for name in real if real[name] != simulated[name]}
             assert not different, f"seed {seed}, step {number}: {different}"
         assert [moment.chunks for moment in report.trace.moments] == trace
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(("size", "replicas", "at_once"), [(4, 2, True), (4, 1, False)])
 def test_bytes_equal_those_of_a_run(size, replicas, at_once):
-    ranks.run(size, compare, 120, seeds=list(range(draws(24))), replicas=replicas, at_once=at_once)
+    ranks.run(size, compare, seeds=ranks.seeds(24), replicas=replicas, at_once=at_once)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize(("size", "replicas"), [(2, 1), (2, 2), (4, 1), (4, 2), (4, 4)])
 def test_many_more_cases(size, replicas, at_once):
-    ranks.run(size, compare, 600, seeds=list(range(1000, 1030)), replicas=replicas, at_once=at_once)
+    ranks.run(size, compare, seeds=list(range(1000, 1030)), replicas=replicas, at_once=at_once)

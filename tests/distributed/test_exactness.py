@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 from laws.models import Waves, check_alignment, smallest_device_bytes
 from probes import reduce_early
-from sampling import draws
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from toys import Shape, train
 
 import patrickstar as ps
@@ -55,7 +54,7 @@ def mesh_of(replicas: int) -> DeviceMesh | None:
     if replicas == 1:
         return None
     shards = dist.get_world_size() // replicas
-    return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("dp_replicate", "dp_shard"))
+    return ranks.mesh(dp_replicate=replicas, dp_shard=shards)
 
 
 def compare(
@@ -85,9 +84,9 @@ def compare(
     testing.assert_same_bits(reference.state_dict(), state, "parameters and buffers after closing")
 
 
+@ranks.joined
 def everything_evicted(seeds: list[int], replicas: int = 1) -> None:
     """Train random models; runs in each process."""
-    dist.init_process_group("gloo")
     mesh = mesh_of(replicas)
     for seed in seeds:
         draw = random.Random(seed)
@@ -97,17 +96,16 @@ def everything_evicted(seeds: list[int], replicas: int = 1) -> None:
         script = random_script(draw, world.rank, seed)
         options = {"meter": testing.NoMeter(), "evict_everything": True}
         compare(world, shape.build, config, script, seed, replicas, mesh=mesh, **options)
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_everything_evicted_at_every_access(size):
-    ranks.run(size, everything_evicted, seeds=list(range(draws(24 // size))))
+    ranks.run(size, everything_evicted, seeds=ranks.seeds(24 // size))
 
 
+@ranks.joined
 def any_budget(seeds: list[int], replicas: int = 1) -> None:
     """Train under budgets that differ between processes, with varying non-model data; runs in each process."""
-    dist.init_process_group("gloo")
     mesh = mesh_of(replicas)
     for seed in seeds:
         draw = random.Random(seed)
@@ -123,17 +121,16 @@ def any_budget(seeds: list[int], replicas: int = 1) -> None:
         config = config.model_copy(update={"device_memory": 2 * least + spare_bytes + wave_bytes})
         print(f"seed {seed}: {shape}, {config!r}, waves of {wave_bytes}", flush=True)
         compare(world, shape.build, config, script, seed, replicas, mesh=mesh, meter=Waves(wave_bytes))
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_any_budget_of_each_process(size):
-    ranks.run(size, any_budget, seeds=list(range(100, 100 + draws(24 // size))))
+    ranks.run(size, any_budget, seeds=ranks.seeds(24 // size, 100))
 
 
+@ranks.joined
 def without_room(seeds: list[int]) -> None:
     """Train while incomplete chunks must leave the devices of some ranks; runs in each process."""
-    dist.init_process_group("gloo")
     for seed in seeds:
         draw = random.Random(seed)
         shape, config, world = random_shape(draw), random_config(draw), World(CPU)
@@ -150,20 +147,18 @@ def without_room(seeds: list[int]) -> None:
             return train(trainer, data, accumulation=accumulation, reduce_once=True)
 
         compare(world, shape.build, config, script, seed, meter=testing.NoMeter())
-    dist.destroy_process_group()
 
 
 def test_chunks_that_are_reduced_before_they_are_complete():
-    ranks.run(3, without_room, seeds=list(range(draws(9))))
+    ranks.run(3, without_room, seeds=ranks.seeds(9))
 
 
+@ranks.joined
 def delayed() -> None:
     """Ask for delayed updates; runs in each process."""
-    dist.init_process_group("gloo")
     config = ps.Config(device="cpu", update=ps.Delayed())
     with pytest.raises(ps.errors.ConfigError, match="one process only, and 2 processes share"):
         Engine(Shape(("mlp",)).build, config, world=World(CPU))
-    dist.destroy_process_group()
 
 
 def test_delayed_updates_are_refused():
@@ -186,12 +181,12 @@ class Branches(nn.Module):
         return self.head(hidden).float().pow(2).mean()
 
 
+@ranks.joined
 def branches(seeds: list[int], replicas: int = 1) -> None:
     """Train with a different order of parameters, number of batches and forwards without gradients in each process.
 
     All processes drop gradients, write to parameters and step, but at different points of their loops.
     """
-    dist.init_process_group("gloo")
     mesh = mesh_of(replicas)
     for seed in seeds:
         draw = random.Random(seed)
@@ -230,12 +225,11 @@ def branches(seeds: list[int], replicas: int = 1) -> None:
 
         options = {"meter": testing.NoMeter(), "evict_everything": evict}
         compare(world, Branches, config, script, seed, replicas, mesh=mesh, **options)
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_processes_with_different_loops(size):
-    ranks.run(size, branches, seeds=list(range(200, 200 + draws(24 // size))))
+    ranks.run(size, branches, seeds=ranks.seeds(24 // size, 200))
 
 
 def test_processes_that_all_wait_for_memory():
@@ -243,9 +237,9 @@ def test_processes_that_all_wait_for_memory():
     ranks.run(3, branches, seeds=[30_024])
 
 
+@ranks.joined
 def unexpected_gradients() -> None:
     """Use a parameter on one rank that it did not use in the last step, after others in its chunk; on all ranks."""
-    dist.init_process_group("gloo")
     world = World(CPU)
     first = [[2, 3], [4, 3, 2]] if world.rank == 0 else [[2, 3, 4], [2, 3, 4]]
 
@@ -261,7 +255,6 @@ def unexpected_gradients() -> None:
 
     config = ps.Config(device="cpu", precision="fp32", chunk_size=1024, optimizer=ps.AdamW(lr=1e-2))
     compare(world, Branches, config, script, 0, meter=testing.NoMeter())
-    dist.destroy_process_group()
 
 
 def test_gradients_that_the_last_step_does_not_lead_to_expect():
@@ -272,4 +265,4 @@ def test_gradients_that_the_last_step_does_not_lead_to_expect():
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("function", [everything_evicted, any_budget, branches])
 def test_many_more_cases(function, size):
-    ranks.run(size, function, 600, seeds=list(range(10_000 * size, 10_000 * size + 30)))
+    ranks.run(size, function, seeds=list(range(10_000 * size, 10_000 * size + 30)))

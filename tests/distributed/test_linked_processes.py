@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from laws.models import Waves
 from probes import equal_device_bytes
-from sampling import draws
+from sampling import nightly
 from torch import nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -122,8 +122,8 @@ def one_run(seed: int, sizes: list[tuple[int, int]], world: World) -> None:
     draw = random.Random(seed)
     tp_size, ep_size = draw.choice(sizes)
     size = world.size
-    mesh = init_device_mesh("cpu", (size // tp_size, tp_size), mesh_dim_names=("dp", "tp"))
-    experts = init_device_mesh("cpu", (size // ep_size, ep_size), mesh_dim_names=("rest", "ep"))["ep"]
+    mesh = ranks.mesh(dp=size // tp_size, tp=tp_size)
+    experts = ranks.mesh(rest=size // ep_size, ep=ep_size)["ep"]
     blocks = draw.randint(2, 5)
     own = random.Random(1000 * seed + world.rank)
     wave_bytes = own.randint(0, 6000)
@@ -164,13 +164,13 @@ def one_run(seed: int, sizes: list[tuple[int, int]], world: World) -> None:
     engine.close()
 
 
+@ranks.joined
 def many_runs(seeds: list[int], sizes: list[tuple[int, int]], compared: bool) -> None:
     """Run all seeds; runs in each process.
 
     Args:
-        compared: Compare with each measurement what the processes decide by; takes twice the time.
+        compared: Compare with each measurement what the processes decide by; takes several times the time.
     """
-    dist.init_process_group("gloo")
     world = World(CPU)
     world.users += 1  # keeps the groups for the next engine
     with equal_device_bytes() if compared else nullcontext():
@@ -178,27 +178,25 @@ def many_runs(seeds: list[int], sizes: list[tuple[int, int]], compared: bool) ->
             one_run(seed, sizes, world)
     world.users -= 1
     world.close()
-    dist.destroy_process_group()
 
 
 SIZES = [(2, 1), (1, 4), (1, 2), (2, 4), (2, 2)]
 
 
 def test_no_process_waits_for_ever():
-    ranks.run(4, many_runs, seeds=list(range(draws(8))), sizes=SIZES, compared=True)
+    ranks.run(4, many_runs, seeds=ranks.seeds(8), sizes=SIZES, compared=nightly())
 
 
 @pytest.mark.slow
-def test_a_thousand_runs_without_a_deadlock():
-    for first in range(0, 1000, 100):
-        seeds = list(range(1000 + first, 1100 + first))
-        ranks.run(4, many_runs, 900, seeds=seeds, sizes=SIZES, compared=first == 0)
+@pytest.mark.parametrize("first", range(1000, 2000, 100))
+def test_a_thousand_runs_without_a_deadlock(first):
+    ranks.run(4, many_runs, 3600, seeds=list(range(first, first + 100)), sizes=SIZES, compared=first == 1000)
 
 
 def other_branch() -> None:
     """Take a branch in one of two processes that operators link; runs in each process."""
     dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    mesh = ranks.mesh(dp=1, tp=2)
     config = ps.Config(device="cpu", precision="bf16", chunk_size=1024, device_memory=60_000)
     engine = Engine(lambda: model(3, mesh["tp"], None), config, world=World(CPU), mesh=mesh["dp"])
     ids = torch.zeros(1, 3, dtype=torch.long)
@@ -207,4 +205,4 @@ def other_branch() -> None:
 
 
 def test_a_branch_in_one_of_two_linked_processes_is_an_error():
-    ranks.run(2, other_branch, 60)
+    ranks.run(2, other_branch)

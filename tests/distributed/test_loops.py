@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from sampling import draws
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from toys import Shape, train
@@ -114,9 +113,9 @@ SCRIPTS = {
 }
 
 
+@ranks.joined
 def scripts(names: list[str], replicas: int = 1) -> None:
     """Run these scripts one after the other; runs in each process."""
-    dist.init_process_group("gloo")
     mesh = mesh_of(replicas)
     for seed, name in enumerate(names):
         build, script = SCRIPTS[name]
@@ -125,16 +124,15 @@ def scripts(names: list[str], replicas: int = 1) -> None:
         config = ps.Config(device="cpu", precision=precision, chunk_size=1200, optimizer=ps.AdamW(lr=1e-2))
         options = {"meter": testing.NoMeter(), "evict_everything": evict}
         compare(World(CPU), build, config, script, seed, replicas, mesh=mesh, **options)
-    dist.destroy_process_group()
 
 
 def test_unusual_loops():
     ranks.run(2, scripts, names=list(SCRIPTS))
 
 
+@ranks.joined
 def two_engines() -> None:
     """Train a student with a teacher whose chunks only one process evicts; runs in each process."""
-    dist.init_process_group("gloo")
     world = World(CPU)
     config = ps.Config(device="cpu", chunk_size=1200, optimizer=ps.AdamW(lr=1e-2))
     torch.manual_seed(1)
@@ -163,16 +161,15 @@ def two_engines() -> None:
             teacher(ids(teacher))  # while the other process waits for it in `close`
     teacher.close()
     assert world.closed
-    dist.destroy_process_group()
 
 
 def test_two_engines():
     ranks.run(2, two_engines)
 
 
+@ranks.joined
 def from_disk(seeds: list[int], folder: str, replicas: int = 1, more_bytes: int = 0) -> None:
     """Train with a part of the model data on disk; runs in each process."""
-    dist.init_process_group("gloo")
     mesh = mesh_of(replicas)
     for seed in seeds:
         draw = random.Random(seed)
@@ -204,8 +201,7 @@ def from_disk(seeds: list[int], folder: str, replicas: int = 1, more_bytes: int 
         options = {"meter": testing.NoMeter(), "page_bytes": 4096}
         compare(world, shape.build, config, script, seed, replicas, mesh=mesh, **options)
         assert engines
-    dist.destroy_process_group()
 
 
 def test_masters_and_states_on_disk(tmp_path):
-    ranks.run(2, from_disk, seeds=list(range(draws(2))), folder=str(tmp_path))
+    ranks.run(2, from_disk, seeds=ranks.seeds(2), folder=str(tmp_path))

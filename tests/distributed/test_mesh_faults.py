@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -18,7 +17,6 @@ from patrickstar.errors import ConfigError, ModelError, PatrickStarError
 
 from . import ranks
 
-WITHIN_S = 30.0
 CONFIG = ps.Config(device="cpu", precision="fp32", chunk_size=512)
 
 
@@ -54,8 +52,7 @@ def refusals() -> None:
     """Pass what can't be trained; runs in each of four processes."""
     ps.join()
     rank = dist.get_rank()
-    whole = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
-    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    whole, grid = ranks.mesh(dp=4), ranks.mesh(dp=2, tp=2)
     wrapped = pair()
     fully_shard(wrapped, mesh=whole)
     with pytest.raises(ModelError, match="the model is under FSDP, and the engine itself shards"):
@@ -69,10 +66,8 @@ def refusals() -> None:
     partial.down.bias = nn.Parameter(sums)
     refused(ModelError, r"parameter 'down\.bias' has placement P.* its elements are sums over processes", partial)
 
-    stages = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    refused(ConfigError, "the mesh has the pipeline dimension 'pp' of size 2", pair(), stages["dp"])
-    cube = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("a", "b", "c"))
-    refused(ConfigError, "mesh has 3 dimensions; pass its data-parallel ones", pair(), cube)
+    refused(ConfigError, "the mesh has the pipeline dimension 'pp' of size 2", pair(), ranks.mesh(pp=2, dp=2)["dp"])
+    refused(ConfigError, "mesh has 3 dimensions; pass its data-parallel ones", pair(), ranks.mesh(a=2, b=2, c=1))
     refused(ConfigError, r"rank \d passed (no mesh|one of processes)", pair(), None if rank == 3 else grid["dp"])
 
     # Rows divided over processes with the same batch, and the mesh of data parallelism has too many processes.
@@ -105,7 +100,7 @@ def test_refusals_name_what_is_wrong_in_every_process():
 def ends_inside_a_collective(where: str) -> None:
     """Kill one process in the forward or backward of a tensor-parallel layer; runs in each process."""
     ps.join()
-    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    grid = ranks.mesh(dp=2, tp=2)
     engine, optimizer = ps.initialize(pair(grid["tp"]), CONFIG, mesh=grid["dp"])
     inputs = torch.ones(2, 8)
     engine.backward(engine(inputs))
@@ -124,7 +119,7 @@ def ends_inside_a_collective(where: str) -> None:
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_process_that_dies_inside_an_operators_collective_is_named(where):
-    ended = ranks.wait(ranks.start(4, ends_inside_a_collective, {"where": where}), WITHIN_S)
+    ended = ranks.wait(ranks.start(4, ends_inside_a_collective, {"where": where}))
     assert ended[1].code == -signal.SIGKILL
     for rank in (0, 2, 3):
         assert ended[rank].code == 1, ended[rank].text[-3000:]

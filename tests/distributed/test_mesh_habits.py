@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -53,7 +53,7 @@ def build(mesh: DeviceMesh) -> nn.Module:
 def habits() -> None:
     """Use a managed model as users do; runs in each of four processes."""
     ps.join()
-    grid, rank = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), dist.get_rank()
+    grid, rank = ranks.mesh(dp=2, tp=2), dist.get_rank()
     config = ps.Config(device="cpu", precision="bf16", chunk_size=512, optimizer=ps.AdamW(lr=1e-2))
     extreme = {"evict_everything": True, "poison": True, "meter": testing.NoMeter()}
     engine = Engine(lambda: build(grid["tp"]), config, world=World(torch.device("cpu")), mesh=grid["dp"], **extreme)

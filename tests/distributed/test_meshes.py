@@ -2,14 +2,15 @@
 
 import random
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from laws.models import Waves
 from probes import equal_device_bytes
+from sampling import nightly
 from torch.distributed.tensor import DTensor
 
 import patrickstar as ps
@@ -96,20 +97,23 @@ def compare(name: str, way: str, built: Meshes, seed: int, world: World, **optio
     )
 
 
-def cases(chosen: list[tuple[str, str, str, int]]) -> None:
-    """Compare models with ways of checkpointing, kinds of budgets and seeds; runs in each of four processes."""
-    dist.init_process_group("gloo")
+@ranks.joined
+def cases(chosen: list[tuple[str, str, str, int]], compared: Sequence[str] = ("evicted", "tight", "measured")) -> None:
+    """Compare models with ways of checkpointing, kinds of budgets and seeds; runs in each of four processes.
+
+    `compared`: kinds in which each measurement is compared with what the processes decide by; takes several times as
+    long.
+    """
     world, built = World(CPU), {}
     world.users += 1  # keeps the process groups for the next engine
     for name, way, kind, seed in chosen:
         model = MODELS[name]
         if (model.tp, model.ep) not in built:
             built[model.tp, model.ep] = meshes(model.sizes(), "cpu")
-        with equal_device_bytes():
+        with equal_device_bytes() if kind in compared else nullcontext():
             compare(name, way, built[model.tp, model.ep], seed, world, **KINDS[kind](100 * seed + world.rank))
     world.users -= 1
     world.close()
-    dist.destroy_process_group()
 
 
 def evicted(seed: int) -> dict[str, Any]:
@@ -138,8 +142,9 @@ FAST = [
 ]
 
 
+@pytest.mark.long("three models of transformers and DTensors in four processes, each with its reference")
 def test_bits_of_the_unmanaged_model():
-    ranks.run(4, cases, chosen=FAST)
+    ranks.run(4, cases, chosen=FAST, compared=list(KINDS) if nightly() else ["tight"])
 
 
 @pytest.mark.slow
@@ -147,4 +152,4 @@ def test_bits_of_the_unmanaged_model():
 @pytest.mark.parametrize("way", CHECKPOINTING)
 def test_all_models_with_each_way_of_checkpointing(kind, way):
     first = 1000 + 100 * CHECKPOINTING.index(way)
-    ranks.run(4, cases, 900, chosen=[(name, way, kind, first + number) for number, name in enumerate(MODELS)])
+    ranks.run(4, cases, chosen=[(name, way, kind, first + number) for number, name in enumerate(MODELS)])

@@ -12,14 +12,13 @@ from . import ranks
 from .mesh_models import MODELS, batch
 
 
+@ranks.joined
 def several() -> None:
     """Run the cases one after the other; runs in each of four processes."""
-    dist.init_process_group("gloo")
     built = meshes(MeshSizes(4, 2, 4), "cpu")
     other_weights(built)
     memory(built)
     evaluation(built)
-    dist.destroy_process_group()
 
 
 def other_weights(built) -> None:

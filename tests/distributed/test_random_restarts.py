@@ -14,7 +14,6 @@ from .restarts import agent_store, losses, start, train
 STEPS = 200
 KILLS = 20
 LAST_STEPS = 20
-WITHIN_S = 600.0
 
 
 class Agent(threading.Thread):
@@ -69,7 +68,7 @@ def test_random_kills(seed, per_agent, tmp_path):
                 victim.kill()
                 kills += 1
         for agent in agents:
-            agent.join(WITHIN_S)
+            agent.join(ranks.WITHIN_S)
         assert all(agent.finished for agent in agents), f"seed {seed}, {kills} kills: the run does not go on"
     print(f"seed {seed}: {kills} kills")
     assert (killed / "end").read_text() == (expected / "end").read_text(), f"seed {seed}"

@@ -23,8 +23,6 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "restart.py"
 STEPS = 24
 KILLED_IN = 12
 """Step after which a process is killed. The checkpoint of step 10 is complete, or the one of step 5 if not."""
-WITHIN_S = 120.0
-"""Time limit, for machines with few cores, which import PyTorch in several processes at once."""
 
 
 def words(folder, *more):
@@ -52,7 +50,7 @@ class Agent:
 
     def wait_for(self, pattern: str) -> None:
         """Wait until a line matches."""
-        deadline = time.monotonic() + WITHIN_S
+        deadline = time.monotonic() + ranks.WITHIN_S
         while not self.find(pattern):
             assert self.process.poll() is None and time.monotonic() < deadline, f"no {pattern!r} in:\n{self.text}"
             time.sleep(0.01)
@@ -64,7 +62,7 @@ class Agent:
     def end(self, code: int = 0) -> None:
         """Wait for the end, and compare the exit code."""
         try:
-            assert self.process.wait(WITHIN_S) == code, self.text
+            assert self.process.wait(ranks.WITHIN_S) == code, self.text
         finally:
             self.process.kill()
             self.process.wait()
@@ -136,7 +134,7 @@ def test_a_process_of_one_of_two_agents_is_killed(backend, tmp_path):
 
 def wait_for_one(agents, pattern):
     """Wait until one agent has printed a line that matches; return it."""
-    deadline = time.monotonic() + WITHIN_S
+    deadline = time.monotonic() + ranks.WITHIN_S
     while not (found := [agent for agent in agents if agent.find(pattern)]):
         assert time.monotonic() < deadline, "\n\n".join(agent.text for agent in agents)
         time.sleep(0.01)

@@ -9,9 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from probes import after_allocations, manager_of, model_data_of
-from sampling import draws
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from toys import layers, mean_square
 
 import patrickstar as ps
@@ -47,14 +45,14 @@ FUNCTIONS = [everything_evicted, in_small_pieces, any_budget, branches]
     [(everything_evicted, 4, 2), (any_budget, 4, 4), (in_small_pieces, 2, 2), (branches, 2, 2)],
 )
 def test_exact(function, size, replicas):
-    ranks.run(size, function, seeds=list(range(300, 300 + draws(24 // size))), replicas=replicas)
+    ranks.run(size, function, seeds=ranks.seeds(24 // size, 300), replicas=replicas)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("size, replicas", MESHES)
 def test_many_more_cases(function, size, replicas):
-    ranks.run(size, function, 600, seeds=list(range(10_000 * size, 10_000 * size + 30)), replicas=replicas)
+    ranks.run(size, function, seeds=list(range(10_000 * size, 10_000 * size + 30)), replicas=replicas)
 
 
 @pytest.mark.parametrize("size, replicas", [pytest.param(4, 2, marks=pytest.mark.slow), (2, 2)])
@@ -64,7 +62,7 @@ def test_unusual_loops(size, replicas):
 
 @pytest.mark.slow
 def test_masters_and_states_on_disk(tmp_path):
-    ranks.run(2, from_disk, seeds=list(range(draws(2))), folder=str(tmp_path), replicas=2, more_bytes=232_000)
+    ranks.run(2, from_disk, seeds=ranks.seeds(2), folder=str(tmp_path), replicas=2, more_bytes=232_000)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
@@ -75,12 +73,12 @@ def test_gradients_and_saving(precision, tmp_path):
 
 @pytest.mark.parametrize("size, replicas", [(4, 2), pytest.param(2, 2, marks=pytest.mark.slow)])
 def test_chunks_of_one_owner(size, replicas):
-    ranks.run(size, one_owner, seeds=list(range(draws(3))), replicas=replicas)
+    ranks.run(size, one_owner, seeds=ranks.seeds(3), replicas=replicas)
 
 
 @pytest.mark.slow
 def test_checkpoints_cross_meshes(tmp_path):
-    seeds = [1, 2, 3][: draws(3)]
+    seeds = ranks.seeds(3, 1)
     ranks.run(4, save_and_go_on, folder=str(tmp_path), seeds=seeds, replicas=2)
     ranks.run(4, resume, folder=str(tmp_path), seeds=seeds, same=True, replicas=2)
     for size, replicas in [(4, 1), (1, 1), (4, 4), (2, 2)]:  # each loads what the one before has saved
@@ -93,20 +91,13 @@ def test_checkpoints_cross_meshes(tmp_path):
 WIDTH = 32
 
 
-def counters(replicas: int) -> None:
-    """Count the bytes of steps with one or two gathers per step; runs in each process."""
-    dist.init_process_group("gloo")
-    for gathers, reduce_dtype in [(1, "16-bit"), (2, "16-bit"), (1, "fp32"), (2, "fp32")]:
-        count_bytes(replicas, gathers, reduce_dtype)
-    dist.destroy_process_group()
-
-
+@ranks.joined
 def count_bytes(replicas: int, gathers: int, reduce_dtype: str) -> None:
-    """Count the bytes of steps, in chunks and on the wire."""
+    """Count the bytes of steps with one or two gathers each, in chunks and on the wire; runs in each process."""
     world = World(CPU)
     size, count = world.size, 16 * WIDTH * WIDTH
     shards = size // replicas
-    mesh = init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("dp_replicate", "dp_shard"))
+    mesh = ranks.mesh(dp_replicate=replicas, dp_shard=shards)
     group = 2 * WIDTH * WIDTH * size
     config = ps.Config(
         device="cpu",
@@ -185,9 +176,12 @@ def record_sends(world: World) -> Counter[int]:
     return sent
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("size, replicas", [pytest.param(2, 2, marks=pytest.mark.slow), (4, 1), (4, 2), (4, 4)])
-def test_a_step_sends_the_bytes_of_the_table(size, replicas):
-    ranks.run(size, counters, replicas=replicas)
+@pytest.mark.parametrize("gathers", [1, 2])
+@pytest.mark.parametrize("reduce_dtype", ["16-bit", "fp32"])
+def test_a_step_sends_the_bytes_of_the_table(size, replicas, gathers, reduce_dtype):
+    ranks.run(size, count_bytes, replicas=replicas, gathers=gathers, reduce_dtype=reduce_dtype)
 
 
 class Experts(nn.Module):
@@ -204,9 +198,9 @@ class Experts(nn.Module):
         return self.expert(self.dense(inputs).tanh())
 
 
+@ranks.joined
 def experts(groups: list[list[int]]) -> None:
     """Train with a parameter that groups within the data-parallel one share; runs in each process."""
-    dist.init_process_group("gloo")
     world, count = World(CPU), WIDTH * WIDTH
     shard_params = distribution.shard_params
 
@@ -218,8 +212,7 @@ def experts(groups: list[list[int]]) -> None:
 
     distribution.shard_params = share_expert
     states = []
-    for dims in [(4,), (2, 2)]:
-        mesh = init_device_mesh("cpu", dims, mesh_dim_names=("dp_replicate", "dp_shard")[-len(dims) :])
+    for mesh in [ranks.mesh(dp_shard=4), ranks.mesh(dp_replicate=2, dp_shard=2)]:
         config = ps.Config(device="cpu", precision="fp32", chunk_size="1KiB", optimizer=ps.SGD(lr=0.25))
         build = partial(Experts, int(world.rank in groups[1]))
         engine = Engine(build, config, meter=testing.NoMeter(), world=world, mesh=mesh)
@@ -229,7 +222,7 @@ def experts(groups: list[list[int]]) -> None:
             engine.optimizer.step()
             engine.optimizer.zero_grad()
         states.append(engine.state_dict()["expert.weight"])
-        last, two = engine.stats.last, len(dims) == 2
+        last, two = engine.stats.last, mesh.ndim == 2
         same_replica = groups[0] == [0, 1]
         # The expert is shared by two processes; the dense layer by all four, in one or in two levels.
         elsewhere = 0 if same_replica or not two else 4 * count // 2
@@ -242,7 +235,6 @@ def experts(groups: list[list[int]]) -> None:
         engine.close(keep=False)
         world = World(CPU)
     assert (states[0] - states[1]).abs().max() < 1e-6, "the expert's gradients are added alike"
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("groups", [[[0, 1], [2, 3]], [[0, 2], [1, 3]]])

@@ -4,12 +4,10 @@ import random
 
 import pytest
 import torch
-import torch.distributed as dist
 from laws.test_whole_parameters import OPTIMIZERS, Model
 from laws.tiers import inputs
-from sampling import draws
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from toys import train
 
@@ -25,9 +23,9 @@ from .reference import AveragingTrainer
 CASES = OPTIMIZERS | {"AdamW, 8-bit": ps.AdamW8bit(lr=1e-2, weight_decay=0.1)}
 
 
+@ranks.joined
 def whole(seeds: list[int]) -> None:
     """Train with matrices that are larger than a chunk, and that are not; runs in each process."""
-    dist.init_process_group("gloo")
     for seed in seeds:
         draw, world = random.Random(seed), World(torch.device("cpu"))
         name = sorted(CASES)[seed % len(CASES)]
@@ -50,17 +48,16 @@ def whole(seeds: list[int]) -> None:
         testing.assert_same_bits(reference.state_dict(), engine.state_dict(), "parameters")
         testing._assert_same_states(reference.optimizer.state_dict(), engine.optimizer.state_dict())
         engine.close()
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_bits_of_plain_pytorch(size):
-    ranks.run(size, whole, seeds=list(range(draws(24 // size))))
+    ranks.run(size, whole, seeds=ranks.seeds(24 // size))
 
 
+@ranks.joined
 def owners() -> None:
     """Check who owns the matrices; runs in each process."""
-    dist.init_process_group("gloo")
     world = World(torch.device("cpu"))
     config = ps.Config(device="cpu", chunk_size=1000, optimizer=ps.Muon())
     engine = Engine(Model, config, world=world, meter=testing.NoMeter())
@@ -71,7 +68,6 @@ def owners() -> None:
     share = sum(own[name] for name in matrices) / sum(matrices.values())
     assert 0.4 < share < 0.6, f"rank {world.rank} owns {share} of the matrices"
     engine.close()
-    dist.destroy_process_group()
 
 
 def test_matrices_have_one_owner_each_and_are_shared_out_evenly():
@@ -86,13 +82,12 @@ class Split(nn.Module):
         self.layer = parallelize_module(nn.Linear(8, 8), mesh, ColwiseParallel())
 
 
+@ranks.joined
 def sharded() -> None:
     """Ask for Muon where matrices are DTensors; runs in each process."""
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    mesh = ranks.mesh(dp=1, tp=2)
     with pytest.raises(ConfigError, match=r"Muon updates whole parameters, and processes hold parts of 'layer.weight'"):
         ps.initialize(Split(mesh["tp"]), ps.Config(device="cpu", optimizer=use_muon()), mesh=mesh["dp"])
-    dist.destroy_process_group()
 
 
 def use_muon() -> ps.Muon:

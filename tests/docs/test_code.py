@@ -1,15 +1,14 @@
 """Every Python block of the documentation runs, page by page, and prints what the page says."""
 
+import gc
 import os
 import re
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
-import accelerate
 import pytest
 import torch
+from sampling import nightly
 
 import patrickstar as ps
 
@@ -25,8 +24,8 @@ pytestmark = [
 ]
 
 WITH_CODE = [page for page in PAGES if any(block.language == "python" for block in blocks(page))]
-ALONE = {"tutorial"}
-"""Pages whose budgets are so small that tensors of other tests would exceed them: each has a process of its own."""
+SMALLER = {"llama-3.2-1b": "gpt-10m"}
+"""Models of pages that take long to plan, and those that `make test` plans in their place."""
 DIRECTORIES = ("/scratch", "/nvme", "/fast/disk")
 """Directories of pages, in place of which a temporary one is used."""
 
@@ -35,27 +34,26 @@ DIRECTORIES = ("/scratch", "/nvme", "/fast/disk")
 def folder(tmp_path, monkeypatch):
     """Run a page in a temporary directory, and leave the process as it was."""
     monkeypatch.chdir(tmp_path)
+    if not nightly():
+        monkeypatch.setattr("patrickstar._plan.planner.BATCHES", (4, 16))  # of 8: plans search all
     environment = dict(os.environ)
+    gc.collect()  # tensors of other tests would count, and budgets of pages are small
     yield tmp_path
     os.environ.clear()
     os.environ.update(environment)
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-    accelerate.state.GradientState._reset_state()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.stem)
+LONG = {"planning": "searches the plans of two models"}
+
+
+def of_page(page):
+    return pytest.param(page, id=page.stem, marks=[pytest.mark.long(LONG[page.stem])] if page.stem in LONG else [])
+
+
+@pytest.mark.parametrize("page", [of_page(page) for page in WITH_CODE])
 def test_the_code_of_a_page_runs(page: Path, folder: Path, capsys: pytest.CaptureFixture[str]):
-    if page.stem in ALONE and "PAGE_ALONE" not in os.environ:
-        test = f"{__file__}::test_the_code_of_a_page_runs[{page.stem}]"
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", test]
-        done = subprocess.run(
-            command, env={**os.environ, "PAGE_ALONE": "1"}, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert "1 passed" in done.stdout
-        return
     torch.manual_seed(0)
     namespace = {"__name__": "__main__", "ps": ps}
     setup = SETUPS / f"{page.stem.replace('-', '_')}.py"
@@ -83,6 +81,8 @@ def run(block: Block, namespace: dict[str, object], directory: Path) -> None:
     code = block.code
     for name in DIRECTORIES:
         code = code.replace(f'"{name}"', repr(str(directory)))
+    for name, smaller in ({} if nightly() else SMALLER).items():
+        code = code.replace(f'"{name}"', repr(smaller))
     exec(compile("\n" * (block.line - 1) + code, block.page, "exec"), namespace)
 
 
@@ -98,9 +98,9 @@ def test_outputs_are_compared():
     assert not matches("a.b", "aXb")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_each_block_has_a_language_that_is_checked(page: Path):
-    wrong = [f"{block.name}: {block.language or 'none'}" for block in blocks(page) if block.language not in LANGUAGES]
+def test_each_block_has_a_language_that_is_checked():
+    every = [block for page in PAGES for block in blocks(page)]
+    wrong = [f"{block.name}: {block.language or 'none'}" for block in every if block.language not in LANGUAGES]
     assert not wrong, f"blocks of languages other than {', '.join(sorted(LANGUAGES))}: {wrong}"
 
 

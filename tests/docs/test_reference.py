@@ -19,9 +19,9 @@ def documented(name: str) -> bool:
     return re.search(rf"^::: {re.escape(name)}$", REFERENCE, re.M) is not None
 
 
-@pytest.mark.parametrize("name", [name for name in ps.__all__ if name not in MODULES])
-def test_each_name_of_the_package_is_documented(name: str):
-    assert documented(f"patrickstar.{name}")
+def test_each_name_of_the_package_is_documented():
+    missing = [name for name in ps.__all__ if name not in MODULES and not documented(f"patrickstar.{name}")]
+    assert not missing
 
 
 def test_modules_are_documented():

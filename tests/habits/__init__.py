@@ -1,1 +1,1 @@
-"""What PyTorch users write, with the engine and in plain PyTorch."""
+"""Code as PyTorch users write it, with the engine and in plain PyTorch."""

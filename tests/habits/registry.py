@@ -78,7 +78,7 @@ def managed(precision: str) -> Engine:
 
 
 class Plain:
-    """The same calls in plain PyTorch."""
+    """Plain PyTorch behind the engine's calls."""
 
     def __init__(self) -> None:
         self.module = build()

@@ -1,13 +1,13 @@
 """Habits of saving, loading and copying."""
 
 import copy
-import io
 import pickle
 
 import accelerate
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
+from autograd.zoo import through_a_file
 from torch import nn
 
 import patrickstar as ps
@@ -16,13 +16,6 @@ from patrickstar.testing import assert_same_bits
 from .registry import EXACT, REFUSED, batch, build, habit, managed, train
 
 SAVING = "Saving and loading"
-
-
-def through_a_file(value, **options):
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, **options)
 
 
 def check(engine, found, what="the saved state"):

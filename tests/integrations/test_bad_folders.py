@@ -39,8 +39,8 @@ def refused(folder: Path, message: str, **options: Any) -> None:
 
 def rewrite(folder: Path, **changes: torch.Tensor | None) -> None:
     tensors = load_file(folder / "model.safetensors") | changes
-    kept = {name: value for name, value in tensors.items() if value is not None}
-    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    rest = {name: value for name, value in tensors.items() if value is not None}
+    save_file(rest, folder / "model.safetensors", {"format": "pt"})
 
 
 def edit_header(folder: Path, change: Any) -> None:
@@ -53,10 +53,10 @@ def edit_header(folder: Path, change: Any) -> None:
     file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
 
 
-@pytest.mark.parametrize("kept", [0, 5, 8, 100, -1])
-def test_truncated_file(folder, kept):
+@pytest.mark.parametrize("length", [0, 5, 8, 100, -1])
+def test_truncated_file(folder, length):
     file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:kept])
+    file.write_bytes(file.read_bytes()[:length])
     refused(folder, "truncated")
 
 

@@ -6,14 +6,17 @@ import sys
 from pathlib import Path
 
 import pytest
+from sampling import nightly
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def test_larger_than_budget(one_thread, capsys):
-    loss, model_bytes, peak_bytes = runpy.run_path(str(EXAMPLES / "larger_than_budget.py"))["main"](4)
+    main = runpy.run_path(str(EXAMPLES / "larger_than_budget.py"))["main"]
+    steps, most = (4, 8) if nightly() else (2, 12)
+    loss, model_bytes, peak_bytes = main(steps)
     budget_bytes = 48 << 20
-    assert loss < 8 and 0 < peak_bytes <= budget_bytes < model_bytes / 5
+    assert loss < most and 0 < peak_bytes <= budget_bytes < model_bytes / 5
     assert "device budget 48.0 MiB, peak" in capsys.readouterr().out
 
 
@@ -46,7 +49,7 @@ def test_lightning(tmp_path, one_thread):
 @pytest.mark.slow
 def test_lightning_with_two_processes(tmp_path):
     command = [sys.executable, EXAMPLES / "lightning_fit.py", "--output", tmp_path, "--steps", "2", "--devices", "2"]
-    run = subprocess.run([*map(str, command), "--device-memory", "1GiB"], capture_output=True, text=True, timeout=300)
+    run = subprocess.run([*map(str, command), "--device-memory", "1GiB"], capture_output=True, text=True, timeout=900)
     assert run.returncode == 0 and "peak of model data" in run.stdout, run.stdout + run.stderr
     assert (tmp_path / "last.ckpt" / "patrickstar").is_dir()
 

@@ -9,20 +9,18 @@ import pytest
 import torch
 from torch import nn
 
-import patrickstar as ps
 from patrickstar.errors import CheckpointError, ConfigError, TrainingError
 from patrickstar.integrations.lightning import PatrickStarFabricStrategy
-from patrickstar.testing import NoMeter, assert_same_bits
+from patrickstar.testing import assert_same_bits
+
+from .trainers import Stress
 
 WIDTH = 16
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning warns by ordinary warnings
 
 
-class Stressed(PatrickStarFabricStrategy):
+class Stressed(Stress, PatrickStarFabricStrategy):
     """Strategy whose engine evicts everything at each access and poisons freed memory."""
-
-    def make_engine(self, model: nn.Module, config: ps.Config) -> ps.Engine:
-        return ps.Engine(model, config, meter=NoMeter(), evict_everything=True, poison=True)
 
 
 def net() -> nn.Sequential:
@@ -140,14 +138,14 @@ def test_weights_alone_are_a_file(tmp_path):
 def test_a_file_of_another_strategy_resumes(tmp_path):
     own = Run("auto").train(3)
     own.fabric.save(tmp_path / "own.ckpt", own.state)
-    taken = Run(Stressed())
-    taken.fabric.load(tmp_path / "own.ckpt", taken.state)
-    taken.step = 3
+    resumed = Run(Stressed())
+    resumed.fabric.load(tmp_path / "own.ckpt", resumed.state)
+    resumed.step = 3
     torch.manual_seed(1)
     own.train(3)
     torch.manual_seed(1)
-    taken.train(3)
-    assert_same_bits(own.values(), taken.values(), "parameters")
+    resumed.train(3)
+    assert_same_bits(own.values(), resumed.values(), "parameters")
 
 
 def test_a_model_is_set_up_again(tmp_path):
@@ -282,7 +280,7 @@ def test_two_processes_have_the_bits_of_ddp(tmp_path):
     found = []
     for kind in ("ddp", "engine"):
         command = [sys.executable, str(tmp_path / "script.py"), kind, str(tmp_path / "saved")]
-        run = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        run = subprocess.run(command, capture_output=True, text=True, timeout=900)
         assert run.returncode == 0, run.stdout + run.stderr
         found.append(torch.load(tmp_path / f"saved.{kind}"))
     assert torch.equal(found[0]["total"], found[1]["total"])

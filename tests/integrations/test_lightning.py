@@ -10,10 +10,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import patrickstar as ps
 from patrickstar.errors import BudgetError, CheckpointError, ConfigError, TrainingError
 from patrickstar.integrations.lightning import PatrickStarStrategy, StoredWeights
-from patrickstar.testing import NoMeter, assert_same_bits
+from patrickstar.testing import assert_same_bits
+
+from .trainers import Stress
 
 WIDTH = 16
 # Lightning warns by ordinary warnings, of data loaders without workers among others.
@@ -61,11 +62,8 @@ class Net(lightning.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
-class Stressed(PatrickStarStrategy):
+class Stressed(Stress, PatrickStarStrategy):
     """Strategy whose engine evicts everything at each access and poisons freed memory."""
-
-    def make_engine(self, model: nn.Module, config: ps.Config) -> ps.Engine:
-        return ps.Engine(model, config, meter=NoMeter(), evict_everything=True, poison=True)
 
 
 def loader(seed: int = 0, count: int = 40) -> DataLoader[Any]:

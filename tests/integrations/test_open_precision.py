@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import rates
-from accelerate.state import AcceleratorState, GradientState
+from accelerate.state import AcceleratorState
 
 import patrickstar as ps
 from patrickstar.errors import ConfigError
@@ -12,17 +12,7 @@ from patrickstar.integrations.accelerate import Accelerator
 from patrickstar.integrations.transformers import Trainer
 from patrickstar.integrations.transformers._training_args import merge
 
-from .trainers import arguments, gpt2, texts
-
-
-@pytest.fixture(autouse=True)
-def new_state():
-    """accelerate keeps its settings for the life of the process."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+from .trainers import arguments, create, gpt2, texts
 
 
 @pytest.mark.parametrize(
@@ -45,9 +35,9 @@ def test_arguments_that_name_another_precision_than_the_configuration_are_refuse
 
 
 def test_a_resumed_trainer_keeps_the_precision_of_its_checkpoint(tmp_path, monkeypatch):
-    options = {"save_strategy": "steps", "save_steps": 1, "num_train_epochs": 1}
+    options = dict(save_strategy="steps", save_steps=1, num_train_epochs=1, train_dataset=texts(8), config=None)
     monkeypatch.setattr(rates.MEASURED, rates.fixed(bf16=2e9))
-    first = Trainer(gpt2(), arguments(tmp_path, max_steps=1, **options), train_dataset=texts(8))
+    first = create(Trainer, tmp_path, max_steps=1, **options)
     first.train()
     assert first.engine.config.precision == "bf16"
 
@@ -55,7 +45,7 @@ def test_a_resumed_trainer_keeps_the_precision_of_its_checkpoint(tmp_path, monke
         raise AssertionError("measured")
 
     monkeypatch.setattr(rates.MEASURED, never)
-    resumed = Trainer(gpt2(), arguments(tmp_path, max_steps=2, **options), train_dataset=texts(8))
+    resumed = create(Trainer, tmp_path, max_steps=2, **options)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         resumed.train(resume_from_checkpoint=True)

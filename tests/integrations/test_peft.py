@@ -1,24 +1,23 @@
 """PEFT adapters: the base model is frozen in 16 bits; adapters are trained and saved in full precision."""
 
+import peft
 import pytest
 import torch
 import transformers
 
-peft = pytest.importorskip("peft")
+from patrickstar._checkpoint.storage_reader import CheckpointReader
+from patrickstar.integrations.transformers._saved_weights import adapter_names
+from patrickstar.testing import assert_same_bits
 
-from patrickstar._checkpoint.storage_reader import CheckpointReader  # noqa: E402
-from patrickstar.integrations.transformers._saved_weights import adapter_names  # noqa: E402
-from patrickstar.testing import assert_same_bits  # noqa: E402
-
-from .test_trainer_resume import StopAfter, result  # noqa: E402
-from .trainers import BUDGET, Stressed, arguments, close, gpt2, logged, same_but_norms, texts, weights  # noqa: E402
+from .test_trainer_resume import StopAfter, finish_the_same
+from .trainers import ADAMW, Stressed, close, create, gpt2, same, texts, trained, weights
 
 # PEFT's own warnings about GPT-2, whose layers are transposed, and about new names in transformers.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False"),
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),
 ]
-ADAMW = (torch.optim.AdamW, {"lr": 1e-2, "foreach": False})
+SAVES = dict(save_strategy="steps", save_steps=1)
 
 
 def adapted(base_dtype=torch.float32, **options):
@@ -29,9 +28,7 @@ def adapted(base_dtype=torch.float32, **options):
 
 def trainer(folder, model, kind=Stressed, stop=None, **options):
     callbacks = [] if stop is None else [StopAfter(stop)]
-    given = {"config": BUDGET} if kind is Stressed else {}
-    given |= {"eval_dataset": texts(7, seed=1)}
-    return kind(model, arguments(folder, **options), train_dataset=texts(), callbacks=callbacks, **given)
+    return create(kind, folder, model, eval_dataset=texts(7, seed=1), callbacks=callbacks, **options)
 
 
 def adapters(state):
@@ -41,14 +38,9 @@ def adapters(state):
 def test_results_are_bitwise_those_of_the_stock_trainer(tmp_path):
     found = []
     for kind in (transformers.Trainer, Stressed):
-        options = dict(max_grad_norm=100.0, save_strategy="steps", save_steps=3)
-        one = trainer(tmp_path / kind.__name__, adapted(), kind, **options)
-        one.optimizer_cls_and_kwargs = ADAMW
-        one.train()
-        found.append((logged(one), weights(one)))
-        close(one)
-    same_but_norms(found[0][0], found[1][0])
-    assert_same_bits(found[0][1], found[1][1], "parameters")
+        options = dict(max_grad_norm=100.0, save_strategy="steps", save_steps=3, optimizer_cls_and_kwargs=ADAMW)
+        found.append(trained(trainer(tmp_path / kind.__name__, adapted(), kind, **options)))
+    same(found)
     saved = [tmp_path / name / "checkpoint-6" / "adapter_model.safetensors" for name in ("Trainer", "Stressed")]
     assert saved[0].read_bytes() == saved[1].read_bytes()
 
@@ -81,7 +73,7 @@ def test_base_model_is_frozen_in_16_bits(tmp_path, base_dtype):
 
 def test_resumed_run_is_bitwise_equal(tmp_path):
     """Checkpoints contain adapters and nothing of the base model."""
-    options = dict(bf16=True, save_strategy="steps", save_steps=1, max_grad_norm=0.05)
+    options = dict(bf16=True, max_grad_norm=0.05) | SAVES
     whole = trainer(tmp_path / "whole", adapted(), **options)
     whole.train()
     first = trainer(tmp_path / "parts", adapted(), stop=4, **options)
@@ -94,10 +86,7 @@ def test_resumed_run_is_bitwise_equal(tmp_path):
     assert stored and all("lora" in name for name in stored)
     second = trainer(tmp_path / "parts", adapted(), **options)
     second.train(resume_from_checkpoint=True)
-    assert result(whole)[0] == result(second)[0]
-    assert_same_bits(result(whole)[1], result(second)[1], "parameters and states")
-    close(whole)
-    close(second)
+    finish_the_same(whole, second)
 
 
 def test_peft_loads_saved_adapters(tmp_path):
@@ -119,13 +108,18 @@ def test_peft_loads_saved_adapters(tmp_path):
     close(one)
 
 
-def test_best_adapter_is_loaded(tmp_path):
-    options = dict(save_strategy="steps", save_steps=1, eval_strategy="steps", eval_steps=1, save_only_model=True)
-    one = trainer(tmp_path, adapted(), bf16=True, learning_rate=0.3, load_best_model_at_end=True, **options)
+def prompted(kind=peft.PromptTuningConfig):
+    torch.manual_seed(0)
+    return peft.get_peft_model(gpt2(), kind(task_type="CAUSAL_LM", num_virtual_tokens=3))
+
+
+@pytest.mark.parametrize("build", [adapted, prompted])
+def test_the_best_is_loaded(tmp_path, build):
+    options = dict(eval_strategy="steps", eval_steps=1, save_only_model=True, load_best_model_at_end=True) | SAVES
+    one = trainer(tmp_path, build(), bf16=True, learning_rate=0.3, **options)
     one.train()
     losses = {entry["step"]: entry["eval_loss"] for entry in one.state.log_history if "eval_loss" in entry}
-    assert losses[one.state.best_global_step] == min(losses.values())
-    assert one.evaluate()["eval_loss"] == min(losses.values())
+    assert one.evaluate()["eval_loss"] == losses[one.state.best_global_step] == min(losses.values())
     close(one)
 
 
@@ -134,24 +128,9 @@ def test_prompts_are_saved_as_by_the_stock_trainer(tmp_path, kind):
     """A prompt is what its encoder returns for masters; PEFT loads it from the file."""
     files = []
     for trainer_kind in (transformers.Trainer, Stressed):
-        torch.manual_seed(0)
-        model = peft.get_peft_model(gpt2(), kind(task_type="CAUSAL_LM", num_virtual_tokens=3))
-        folder = tmp_path / trainer_kind.__name__
-        one = trainer(folder, model, trainer_kind, save_strategy="steps", save_steps=3)
-        one.optimizer_cls_and_kwargs = ADAMW
-        one.train()
+        folder, options = tmp_path / trainer_kind.__name__, dict(save_strategy="steps", save_steps=3)
+        trained(trainer(folder, prompted(kind), trainer_kind, optimizer_cls_and_kwargs=ADAMW, **options))
         files.append((folder / "checkpoint-6" / "adapter_model.safetensors").read_bytes())
         prompt = peft.PeftModel.from_pretrained(gpt2(), folder / "checkpoint-6").prompt_encoder["default"]
-        close(one)
         assert prompt.embedding.weight.dtype == torch.float32
     assert files[0] == files[1]
-
-
-def test_best_prompt_is_loaded(tmp_path):
-    options = dict(save_strategy="steps", save_steps=1, eval_strategy="steps", eval_steps=1, save_only_model=True)
-    model = peft.get_peft_model(gpt2(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
-    one = trainer(tmp_path, model, bf16=True, learning_rate=0.3, load_best_model_at_end=True, **options)
-    one.train()
-    losses = {entry["step"]: entry["eval_loss"] for entry in one.state.log_history if "eval_loss" in entry}
-    assert one.evaluate()["eval_loss"] == losses[one.state.best_global_step] == min(losses.values())
-    close(one)

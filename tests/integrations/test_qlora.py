@@ -6,13 +6,14 @@ import torch
 import transformers
 from bitsandbytes.nn import Linear4bit, Params4bit
 from torch import nn
-from transformers import BitsAndBytesConfig, LlamaForCausalLM, TrainingArguments
+from transformers import BitsAndBytesConfig, LlamaForCausalLM
 
 import patrickstar as ps
 from patrickstar import testing
 from patrickstar.integrations.transformers import Trainer
 
 from .tiny import llama
+from .trainers import create
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),
@@ -86,21 +87,12 @@ def test_weights_are_not_packed_anew_in_evaluations(build, monkeypatch):
     assert layer.support_avx512bf16_for_cpu
 
 
-def arguments(folder) -> TrainingArguments:
-    return TrainingArguments(
-        str(folder), max_steps=3, per_device_train_batch_size=2, use_cpu=True, report_to=[], logging_steps=1,
-        save_strategy="no", optim="adamw_torch", disable_tqdm=True, seed=0,
-    )  # fmt: skip
-
-
 def test_the_trainer_has_the_losses_of_the_stock_one(build, tmp_path):
     data = [{"input_ids": IDS[0] + i, "labels": IDS[0] + i} for i in range(6)]
-    losses = []
-    for kind, options in (
-        (transformers.Trainer, {}),
-        (Trainer, {"config": ps.Config(device="cpu", device_memory="2MiB", host_memory="64MiB")}),
-    ):
-        trainer = kind(build(), arguments(tmp_path / kind.__module__), train_dataset=data, **options)
+    options = dict(max_steps=3, per_device_train_batch_size=2, gradient_accumulation_steps=1, optim="adamw_torch")
+    options["config"], losses = ps.Config(device="cpu", device_memory="2MiB", host_memory="64MiB"), []
+    for kind in (transformers.Trainer, Trainer):
+        trainer = create(kind, tmp_path / kind.__module__, build(), train_dataset=data, weight_decay=0.0, **options)
         trainer.train()
         losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
     assert losses[0] == losses[1] and len(losses[0]) == 3
@@ -113,4 +105,4 @@ def test_the_trainer_has_the_losses_of_the_stock_one(build, tmp_path):
 
 def test_a_quantized_model_without_adapters_is_refused(build, tmp_path):
     with pytest.raises(ValueError, match="attach trainable adapters"):
-        Trainer(build().unload(), arguments(tmp_path / "run"), train_dataset=[], config=ps.Config(device="cpu"))
+        create(Trainer, tmp_path / "run", build().unload(), ps.Config(device="cpu"))

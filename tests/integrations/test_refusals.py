@@ -1,4 +1,4 @@
-"""What does not fit is refused with settings that suffice: followed once, the step runs."""
+"""Refusals of what does not fit, with settings that suffice: followed once, the step runs."""
 
 import random
 import re

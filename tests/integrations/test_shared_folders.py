@@ -88,6 +88,6 @@ def run_all(folder: str) -> None:
 def test_folders_of_two_processes(tmp_path):
     for name in NAMES:
         plain(name)[0].save_pretrained(tmp_path / name, max_shard_size="20KB")
-    ranks.run(2, run_all, folder=str(tmp_path))
+    ranks.run(2, run_all, 600, folder=str(tmp_path))
     left = sorted(path.name for path in tmp_path.iterdir())
     assert left == ["llama", "mixtral", "out", "out llama", "out mixtral"]

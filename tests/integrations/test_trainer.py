@@ -10,16 +10,30 @@ from probes import loss_scaler_of
 from transformers import BertConfig, BertForSequenceClassification, GPT2LMHeadModel, TrainerCallback
 
 import patrickstar as ps
-from patrickstar._report.run_file import read_run
 from patrickstar.errors import BudgetError, ConfigError, ModelError, TrainingError
 from patrickstar.integrations.transformers import Trainer
 from patrickstar.testing import assert_same_bits
 
 from .arguments import checkpointing
-from .trainers import BUDGET, VOCAB, Protocol, Stressed, arguments, close, gpt2, logged, same_but_norms, texts, weights
+from .trainers import (
+    ADAMW,
+    BUDGET,
+    VOCAB,
+    Protocol,
+    Stressed,
+    arguments,
+    close,
+    create,
+    gpt2,
+    logged,
+    same,
+    same_but_norms,
+    texts,
+    trained,
+    weights,
+)
 
-ADAMW = (torch.optim.AdamW, {"lr": 1e-2, "foreach": False})
-"""AdamW without foreach, so that torch and the engine run the same operations."""
+KINDS = transformers.Trainer, Stressed
 SGD = (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "foreach": False})
 
 
@@ -51,17 +65,15 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_results_are_bitwise_those_of_the_stock_trainer(tmp_path, case):
     found = []
-    for kind in (transformers.Trainer, Stressed):
-        options = dict(max_grad_norm=100.0) | CASES[case]
-        args = arguments(tmp_path / kind.__name__, **options)
+    if case == "Adafactor":
+        given = {"config": ps.Config(chunk_size="16KiB", device_memory="256KiB")}  # whole parameters are updated
+    else:
+        given = {"optimizer_cls_and_kwargs": SGD if case == "SGD" else ADAMW}
+    for kind in KINDS:
+        folder = tmp_path / kind.__name__
         kind = type("Own", (OwnLoss, kind), {}) if case == "own loss" else kind
-        budget = BUDGET
-        if case == "Adafactor":
-            given, budget = {}, ps.Config(chunk_size="16KiB", device_memory="256KiB")  # whole parameters are updated
-        else:
-            given = {"optimizer_cls_and_kwargs": SGD if case == "SGD" else ADAMW}
-        given |= {"config": budget} if issubclass(kind, Trainer) else {}
-        trainer = kind(gpt2(), args, train_dataset=texts(), eval_dataset=texts(7, seed=1), **given)
+        options = dict(max_grad_norm=100.0) | CASES[case] | given
+        trainer = create(kind, folder, eval_dataset=texts(7, seed=1), **options)
         out = trainer.train()
         predicted = trainer.predict(texts(5, seed=2))
         best = trainer.state.best_global_step
@@ -80,14 +92,9 @@ def test_results_are_bitwise_those_of_the_reference(tmp_path, bf16):
     """Compare with the stock loops over ReferenceTrainer: AdamW of this package, clipping that takes effect."""
     found = []
     for kind in (Protocol, Stressed):
-        ours = kind is Stressed
-        args = arguments(tmp_path, bf16=bf16 and ours, max_grad_norm=0.3, num_train_epochs=3)
-        args.patrickstar_bf16 = bf16
-        given = {"config": BUDGET} if ours else {}
-        trainer = kind(gpt2(), args, train_dataset=texts(), **given)
-        trainer.train()
-        found.append((logged(trainer), weights(trainer)))
-        close(trainer)
+        trainer = create(kind, tmp_path, bf16=bf16 and kind is Stressed, max_grad_norm=0.3, num_train_epochs=3)
+        trainer.args.patrickstar_bf16 = bf16
+        found.append(trained(trainer))
     (log, state), (own_log, own_state) = found
     assert log == own_log and any(entry.get("grad_norm", 0) > 0.3 for entry in log)
     assert_same_bits(state, own_state, "parameters")
@@ -95,11 +102,9 @@ def test_results_are_bitwise_those_of_the_reference(tmp_path, bf16):
 
 def test_bf16_is_close_to_autocast(tmp_path):
     losses = []
-    for kind in (transformers.Trainer, Stressed):
-        trainer = kind(gpt2(0.0), arguments(tmp_path, bf16=True, num_train_epochs=4), train_dataset=texts())
-        trainer.train()
-        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
-        close(trainer)
+    for kind in KINDS:
+        log, _ = trained(create(kind, tmp_path, gpt2(0.0), ps.Config(), bf16=True, num_train_epochs=4))
+        losses.append([entry["loss"] for entry in log if "loss" in entry])
     assert losses[1][-1] < losses[1][0] - 0.3
     assert all(abs(one - other) < 0.02 for one, other in zip(*losses, strict=True))
 
@@ -114,13 +119,10 @@ def test_token_counts_are_not_rounded(tmp_path):
             return super().forward(*args, num_items_in_batch=num_items_in_batch, **kwargs)
 
     options = dict(per_device_train_batch_size=22, gradient_accumulation_steps=1, max_steps=1)
-    args = arguments(tmp_path, bf16=True, remove_unused_columns=False, **options)
-    trainer = Stressed(Counting(gpt2().config), args, train_dataset=texts(), config=BUDGET)
-    trainer.train()
+    trained(create(Stressed, tmp_path, Counting(gpt2().config), bf16=True, remove_unused_columns=False, **options))
     counted = sum(int((one["labels"] != -100).sum()) for one in texts())
     assert counted > 256 and float(torch.tensor(counted).bfloat16()) != counted
     assert [float(one) for one in seen] == [counted]
-    close(trainer)
 
 
 def test_classifier_with_metrics(tmp_path):
@@ -133,28 +135,16 @@ def test_classifier_with_metrics(tmp_path):
     def accuracy(predicted):
         return {"accuracy": float((predicted.predictions.argmax(-1) == predicted.label_ids).mean())}
 
-    found = []
-    for kind in (transformers.Trainer, Stressed):
+    before, found = [], []
+    options = dict(max_grad_norm=100.0, eval_on_start=True, eval_strategy="epoch", optimizer_cls_and_kwargs=ADAMW)
+    options |= dict(train_dataset=data, eval_dataset=data[:7], compute_metrics=accuracy)
+    for kind in KINDS:
         torch.manual_seed(3)
-        args = arguments(tmp_path, max_grad_norm=100.0, eval_on_start=True, eval_strategy="epoch")
-        given = {"config": BUDGET} if kind is Stressed else {}
-        model = BertForSequenceClassification(config)
-        trainer = kind(
-            model,
-            args,
-            train_dataset=data,
-            eval_dataset=data[:7],
-            compute_metrics=accuracy,
-            optimizer_cls_and_kwargs=ADAMW,
-            **given,
-        )
-        before = trainer.evaluate()["eval_loss"]
-        trainer.train()
-        found.append((before, logged(trainer), weights(trainer)))
-        close(trainer)
-    assert found[0][0] == found[1][0]
-    same_but_norms(found[0][1], found[1][1])
-    assert_same_bits(found[0][2], found[1][2], "parameters")
+        trainer = create(kind, tmp_path, BertForSequenceClassification(config), **options)
+        before.append(trainer.evaluate()["eval_loss"])
+        found.append(trained(trainer))
+    assert before[0] == before[1]
+    same(found)
 
 
 def test_each_train_call_uses_a_new_model_of_model_init(tmp_path):
@@ -164,8 +154,7 @@ def test_each_train_call_uses_a_new_model_of_model_init(tmp_path):
         made.append(gpt2())
         return made[-1]
 
-    args = arguments(tmp_path, max_steps=2)
-    trainer = Stressed(model_init=build, args=args, train_dataset=texts(), config=BUDGET)
+    trainer = create(Stressed, tmp_path, model_init=build, max_steps=2)
     trainer.train()
     first = weights(trainer)
     engine = trainer.engine
@@ -179,14 +168,10 @@ def test_each_train_call_uses_a_new_model_of_model_init(tmp_path):
 
 def test_second_train_call_continues(tmp_path):
     found = []
-    for kind in (transformers.Trainer, Stressed):
-        given = {"config": BUDGET} if kind is Stressed else {}
-        args = arguments(tmp_path, max_steps=2, max_grad_norm=100.0)
-        trainer = kind(gpt2(), args, train_dataset=texts(), optimizer_cls_and_kwargs=ADAMW, **given)
+    for kind in KINDS:
+        trainer = create(kind, tmp_path, max_steps=2, max_grad_norm=100.0, optimizer_cls_and_kwargs=ADAMW)
         trainer.train()
-        trainer.train()
-        found.append(weights(trainer))
-        close(trainer)
+        found.append(trained(trainer)[1])
     assert_same_bits(*found, "parameters")
 
 
@@ -200,7 +185,7 @@ def test_callbacks_see_model_optimizer_and_scheduler(tmp_path):
         def on_step_end(self, args, state, control, **kwargs):
             control.should_training_stop = state.global_step == 1
 
-    trainer = Stressed(gpt2(), arguments(tmp_path), train_dataset=texts(), callbacks=[StepRecorder()], config=BUDGET)
+    trainer = create(Stressed, tmp_path, callbacks=[StepRecorder()])
     trainer.train()
     assert seen == [(GPT2LMHeadModel, trainer.engine.optimizer, True)]
     assert trainer.state.global_step == 1
@@ -220,8 +205,7 @@ def test_smaller_batch_is_tried(tmp_path):
     options = dict(max_steps=2, gradient_accumulation_steps=1, per_device_train_batch_size=3)
     for find in (False, True):
         tried.clear()
-        args = arguments(tmp_path, auto_find_batch_size=find, **options)
-        trainer = Narrow(gpt2(), args, train_dataset=texts(), config=BUDGET)
+        trainer = create(Narrow, tmp_path, auto_find_batch_size=find, **options)
         if not find:
             with pytest.raises(BudgetError):
                 trainer.train()
@@ -239,51 +223,16 @@ def test_fp16_overflow_skips_the_step(tmp_path):
             seen.append((lr_scheduler.get_last_lr()[0], trainer.engine.stats.last.overflows))
 
     seen = []
-    args = arguments(tmp_path, fp16=True, max_steps=3, gradient_accumulation_steps=1, per_device_train_batch_size=2)
-    trainer = Stressed(gpt2(), args, train_dataset=texts(6), callbacks=[StepRecorder()], config=BUDGET)
+    options = dict(max_steps=3, gradient_accumulation_steps=1, per_device_train_batch_size=2)
+    trainer = create(Stressed, tmp_path, fp16=True, train_dataset=texts(6), callbacks=[StepRecorder()], **options)
     loss_scaler_of(trainer.engine).scale = 2.0**40
     trainer.train()
     assert seen == [(0.0, 1)] * 3
     close(trainer)
 
 
-def test_a_recorded_training_has_the_same_losses(tmp_path):
-    """A log of steps and timelines, which a resumed training continues, and a recording that ends by an error."""
-    found = []
-    for log in (None, tmp_path / "log.jsonl"):
-        one = Stressed(
-            gpt2(), arguments(tmp_path / f"{log is None}", max_steps=5), train_dataset=texts(), config=BUDGET
-        )
-        if log is not None:
-            one.record(log)
-        one.train()
-        found.append([entry["loss"] for entry in logged(one) if "loss" in entry])
-        close(one)
-    run = read_run(tmp_path / "log.jsonl")
-    assert found[0] == found[1] == [step["loss"] for step in run.steps] and len(found[0]) == 5
-    assert [timeline.step for timeline in run.timelines] == [1, 2, 4]
-    assert all(step["learning_rate"] >= 0 and step["gradient_norm"] > 0 for step in run.steps)
-
-    class Broken(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            if not again.failed:
-                again.failed = True
-                raise RuntimeError("in the middle")
-
-    again = Stressed(
-        gpt2(), arguments(tmp_path, max_steps=2), train_dataset=texts(), config=BUDGET, callbacks=[Broken()]
-    )
-    again.failed = False
-    again.record(tmp_path / "again.jsonl")
-    with pytest.raises(RuntimeError, match="in the middle"):
-        again.train()
-    again.train()
-    assert [step["step"] for step in read_run(tmp_path / "again.jsonl").steps] == [1, 2]
-    close(again)
-
-
 def test_transformers_loads_the_saved_model(tmp_path):
-    trainer = Stressed(gpt2(), arguments(tmp_path, bf16=True, max_steps=2), train_dataset=texts(), config=BUDGET)
+    trainer = create(Stressed, tmp_path, bf16=True, max_steps=2)
     trainer.train()
     state = weights(trainer)
     trainer.save_model()
@@ -360,7 +309,7 @@ def test_seq2seq_trainer_on_the_engine(tmp_path):
 def test_model_remains_usable_after_the_trainer(tmp_path):
     """Deleting the Trainer closes the engine; the model is then an ordinary one in full precision."""
     model = gpt2()
-    trainer = Stressed(model, arguments(tmp_path, bf16=True, max_steps=1), train_dataset=texts(), config=BUDGET)
+    trainer = create(Stressed, tmp_path, model, bf16=True, max_steps=1)
     trainer.train()
     state = weights(trainer)
     del trainer
@@ -371,8 +320,8 @@ def test_model_remains_usable_after_the_trainer(tmp_path):
 
 
 def test_frozen_model_is_evaluated_without_optimizer_states(tmp_path):
-    trainer = Stressed(gpt2().requires_grad_(False), arguments(tmp_path), eval_dataset=texts(5), config=BUDGET)
-    plain = transformers.Trainer(gpt2(), arguments(tmp_path), eval_dataset=texts(5))
+    trainer = create(Stressed, tmp_path, gpt2().requires_grad_(False), eval_dataset=texts(5))
+    plain = create(transformers.Trainer, tmp_path, eval_dataset=texts(5))
     assert trainer.evaluate()["eval_loss"] == plain.evaluate()["eval_loss"]
     assert not any(param.trained for param in trainer.engine.inspect().parameters)
     close(trainer)
@@ -380,12 +329,13 @@ def test_frozen_model_is_evaluated_without_optimizer_states(tmp_path):
 
 def test_an_evaluation_ends_the_delay_of_updates(tmp_path):
     config = BUDGET.model_copy(update={"update": ps.Delayed(after=0)})
-    trainer = Stressed(gpt2(), arguments(tmp_path), train_dataset=texts(8), eval_dataset=texts(5), config=config)
+    data = dict(train_dataset=texts(8), eval_dataset=texts(5))
+    trainer = create(Stressed, tmp_path, config=config, **data)
     trainer.train()
     loss = trainer.evaluate()["eval_loss"]
     state = trainer.engine.state_dict()
     close(trainer)
-    exact = Stressed(gpt2(), arguments(tmp_path), train_dataset=texts(8), eval_dataset=texts(5), config=BUDGET)
+    exact = create(Stressed, tmp_path, **data)
     exact.evaluate()
     exact.engine.load_state_dict(state)
     assert exact.evaluate()["eval_loss"] == loss

@@ -24,7 +24,7 @@ from patrickstar.testing import assert_same_bits
 from .tiny import EXPERTS, SIZES
 from .trainers import arguments, close, gpt2, texts, weights
 
-BUDGET = ps.Config(chunk_size="16KiB")
+BUDGET = ps.Config(chunk_size="16KiB", precision="fp32")
 RATE, NORM, BATCH = 1e-2, 0.3, 4
 KINDS = {
     "llama": (transformers.LlamaForCausalLM, transformers.LlamaConfig, {"num_key_value_heads": 2}),
@@ -86,11 +86,13 @@ def exact(folder: str, count: int) -> None:
     """Losses, norms and parameters are those of the engine's own loop; so are counts of tokens and operations."""
     flos = set()
     for kind, sizes, bf16 in EXACT[:count]:
-        losses, norms, values = steps_of_the_engine(kind, sizes, "bf16" if bf16 else "fp32")
+        precision = "bf16" if bf16 else "fp32"
+        losses, norms, values = steps_of_the_engine(kind, sizes, precision)
         division = DistributedConfig(
             tp_size=sizes.tp, ep_size=sizes.ep, fsdp_size=sizes.shards, dp_replicate_size=sizes.replicas
         )
-        trainer = trainer_of(kind, folder, division, bf16=bf16, include_num_input_tokens_seen="all")
+        config = BUDGET.model_copy(update={"precision": precision})
+        trainer = trainer_of(kind, folder, division, config=config, bf16=bf16, include_num_input_tokens_seen="all")
         trainer.train()
         assert trainer.engine.data_size == sizes.data
         log = [entry for entry in trainer.state.log_history if "loss" in entry]
@@ -189,7 +191,7 @@ def streamed(folder: str) -> None:
 
 
 def refused(folder: str) -> None:
-    """What the engine can't do is refused by name, in each process."""
+    """Refuse by name what the engine can't do, in each process."""
     with pytest.raises(ConfigError, match=r"is for 2 processes .*, and there are 4: set fsdp_size=2"):
         trainer_of("llama", folder, DistributedConfig(tp_size=2))
     with pytest.raises(ConfigError, match="train_sampling_strategy='batch_rebalance'"):
@@ -220,8 +222,9 @@ def run_cases(folder: str, every: bool) -> None:
         case(f"{folder}/{case.__name__}")
 
 
+@pytest.mark.long("four processes with transformers' Trainer")
 def test_four_processes(tmp_path):
-    run(4, run_cases, 300, folder=str(tmp_path), every=nightly())
+    run(4, run_cases, 900, folder=str(tmp_path), every=nightly())
 
 
 def test_one_process(tmp_path):

@@ -11,21 +11,14 @@ from patrickstar.errors import ConfigError
 from patrickstar.integrations.transformers import Trainer
 from patrickstar.testing import assert_same_bits
 
-from .trainers import BUDGET, Stressed, arguments, close, gpt2, logged, texts
-
-
-def optimizer_of(trainer):
-    found = trainer.create_optimizer()
-    close(trainer)
-    return found
+from .trainers import Stressed, arguments, close, create, gpt2, logged, texts
 
 
 def test_choice_of_the_optimizer(tmp_path):
     def chosen(config=None, **options):
-        names = {"optim", "optim_args", "learning_rate", "adam_beta1"}
-        own = {key: options.pop(key) for key in names & options.keys()}
-        trainer = Trainer(gpt2(), arguments(tmp_path, **own), train_dataset=texts(), config=config, **options)
-        optimizer_of(trainer)
+        trainer = create(Trainer, tmp_path, config=config, **options)
+        trainer.create_optimizer()
+        close(trainer)
         return trainer.engine.config.optimizer
 
     default = chosen(learning_rate=3e-4, adam_beta1=0.8)
@@ -86,8 +79,7 @@ def test_schedule_free_training_evaluates_and_saves_the_average(tmp_path):
     def made(folder, **options):
         own = dict(optim="schedule_free_adamw", lr_scheduler_type="constant", max_grad_norm=100.0)
         own |= dict(eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2, max_steps=4)
-        args = arguments(folder, **own | options)
-        return Stressed(gpt2(), args, train_dataset=texts(), eval_dataset=texts(7, seed=1), config=BUDGET)
+        return create(Stressed, folder, eval_dataset=texts(7, seed=1), **own | options)
 
     trainer = made(tmp_path / "whole")
     trainer.train()

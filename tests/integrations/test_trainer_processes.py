@@ -13,7 +13,7 @@ from patrickstar._distributed.process_group import World
 from patrickstar.integrations.transformers import Trainer
 from patrickstar.testing import NoMeter, assert_same_bits
 
-from .trainers import BUDGET, Protocol, Shell, arguments, close, gpt2, logged, texts, weights
+from .trainers import BUDGET, Protocol, Shell, close, create, texts, trained, weights
 
 
 class Averaging(Protocol):
@@ -56,14 +56,9 @@ def exact(folder: str) -> None:
     """Results in each process are bitwise those of the documented order of summation."""
     found = []
     for kind in (Averaging, Uneven):
-        ours = kind is Uneven
-        args = arguments(folder, **options(bf16=ours))
-        args.patrickstar_bf16 = True
-        given = {"config": BUDGET} if ours else {}
-        trainer = kind(gpt2(), args, train_dataset=texts(), eval_dataset=texts(7, seed=1), **given)
-        trainer.train()
-        found.append((logged(trainer), weights(trainer)))
-        close(trainer)
+        trainer = create(kind, folder, eval_dataset=texts(7, seed=1), **options(bf16=kind is Uneven))
+        trainer.args.patrickstar_bf16 = True
+        found.append(trained(trainer))
     assert found[0][0] == found[1][0], (found[0][0], found[1][0])
     assert_same_bits(found[0][1], found[1][1], "parameters")
 
@@ -72,12 +67,8 @@ def near_ddp(folder: str) -> None:
     """Results are close to those of transformers' Trainer with DDP, which adds gradients in another order."""
     found = []
     for kind in (transformers.Trainer, Trainer):
-        args = arguments(folder, **options(bf16=False))
-        given = {"config": ps.Config(precision="fp32")} if kind is Trainer else {}
-        trainer = kind(gpt2(), args, train_dataset=texts(), eval_dataset=texts(7, seed=1), **given)
-        trainer.train()
-        found.append(logged(trainer))
-        close(trainer)
+        config, data = ps.Config(precision="fp32"), texts(7, seed=1)
+        found.append(trained(create(kind, folder, config=config, eval_dataset=data, **options(bf16=False)))[0])
     assert len(found[0]) == len(found[1])
     for one, other in zip(*found, strict=True):
         assert one.keys() == other.keys()
@@ -88,12 +79,9 @@ def resumed(folder: str) -> None:
     """Both processes save to one checkpoint and resume from it; rank 0 writes common files once."""
     found = []
     for again in (False, True):
-        args = arguments(folder, bf16=True, save_strategy="steps", save_steps=1, max_steps=2, max_grad_norm=0.3)
-        trainer = Trainer(gpt2(), args, train_dataset=texts(), config=BUDGET.model_copy(update={"device_memory": None}))
-        if again:
-            trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-1")
-        else:
-            trainer.train()
+        args = dict(bf16=True, save_strategy="steps", save_steps=1, max_steps=2, max_grad_norm=0.3)
+        trainer = create(Trainer, folder, config=BUDGET.model_copy(update={"device_memory": None}), **args)
+        trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-1" if again else None)
         found.append(weights(trainer))
         if not again:
             trainer.save_model(f"{folder}/model")
@@ -116,4 +104,4 @@ def run_all(folder: str) -> None:
 
 
 def test_two_processes(tmp_path):
-    run(2, run_all, folder=str(tmp_path))
+    run(2, run_all, 600, folder=str(tmp_path))

@@ -16,7 +16,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from patrickstar.errors import CheckpointError, ModelError, TrainingError
 from patrickstar.testing import assert_same_bits
 
-from .trainers import BUDGET, Stressed, arguments, close, gpt2, logged, texts, weights
+from .trainers import ADAMW, Stressed, close, create, logged, texts, weights
 
 STEPS = 6
 
@@ -42,10 +42,8 @@ class Killed(Stressed):
 
 def trainer(folder, kind=Stressed, stop=None, **options):
     defaults = dict(save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=2, max_grad_norm=0.5)
-    args = arguments(folder, **{"bf16": True} | defaults | options)
-    callbacks = [] if stop is None else [StopAfter(stop)]
-    given = dict(train_dataset=texts(), eval_dataset=texts(7, seed=1), callbacks=callbacks)
-    return kind(gpt2(), args, config=BUDGET, **given)
+    defaults |= dict(eval_dataset=texts(7, seed=1), callbacks=[] if stop is None else [StopAfter(stop)])
+    return create(kind, folder, **{"bf16": True} | defaults | options)
 
 
 def result(one):
@@ -56,6 +54,15 @@ def result(one):
         for key, value in state.items()
     }
     return [entry for entry in logged(one) if "train_loss" not in entry], weights(one) | moments
+
+
+def finish_the_same(whole, second):
+    """Assert that both runs have the same log, parameters and states, and close them."""
+    (log, state), (own_log, own_state) = result(whole), result(second)
+    assert log == own_log
+    assert_same_bits(state, own_state, "parameters and states")
+    close(whole)
+    close(second)
 
 
 @pytest.mark.parametrize(("step", "epochs"), [(2, 2), pytest.param(3, 2, marks=pytest.mark.slow), (4, 1.7)])
@@ -70,12 +77,7 @@ def test_resumed_run_is_bitwise_equal(tmp_path, step, epochs):
     torch.manual_seed(step)
     second = trainer(tmp_path / "parts", save_steps=1, num_train_epochs=epochs)
     second.train(resume_from_checkpoint=True)
-    log, state = result(whole)
-    own_log, own_state = result(second)
-    assert log == own_log
-    assert_same_bits(state, own_state, "parameters and states")
-    close(whole)
-    close(second)
+    finish_the_same(whole, second)
 
 
 def test_resume_from_a_path_after_evaluation(tmp_path):
@@ -85,10 +87,7 @@ def test_resume_from_a_path_after_evaluation(tmp_path):
     second = trainer(tmp_path)
     second.evaluate()
     second.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-    assert result(whole)[0] == result(second)[0]
-    assert_same_bits(result(whole)[1], result(second)[1], "parameters and states")
-    close(whole)
-    close(second)
+    finish_the_same(whole, second)
 
 
 @pytest.mark.slow
@@ -97,7 +96,7 @@ def test_killed_while_saving(tmp_path):
     tests = Path(__file__).parents[1]
     command = f"from integrations.test_trainer_resume import run_and_die; run_and_die({str(tmp_path / 'parts')!r})"
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(tests)}
-    ended = subprocess.run([sys.executable, "-c", command], env=environment, capture_output=True, timeout=120)
+    ended = subprocess.run([sys.executable, "-c", command], env=environment, capture_output=True, timeout=600)
     assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()[-2000:]
     left = sorted(path.name for path in (tmp_path / "parts").iterdir())
     assert left == ["checkpoint-2", "partial-checkpoint-4"]
@@ -106,11 +105,8 @@ def test_killed_while_saving(tmp_path):
     second.train(resume_from_checkpoint=True)
     whole = trainer(tmp_path / "whole")
     whole.train()
-    assert result(whole)[0] == result(second)[0]
-    assert_same_bits(result(whole)[1], result(second)[1], "parameters and states")
+    finish_the_same(whole, second)
     assert not list((tmp_path / "parts").glob("partial-*"))
-    close(whole)
-    close(second)
 
 
 def run_and_die(folder):
@@ -150,14 +146,10 @@ def test_checkpoint_without_optimizer(tmp_path):
     """Resuming restores weights and the step, like the stock Trainer."""
     found = []
     for kind in (transformers.Trainer, Stressed):
-        folder = tmp_path / kind.__name__
-        options = dict(bf16=False, max_grad_norm=100.0, save_only_model=True)
-        adamw = (torch.optim.AdamW, {"lr": 1e-2, "foreach": False})
-        given = dict(train_dataset=texts(), optimizer_cls_and_kwargs=adamw)
-        given |= {"config": BUDGET} if kind is Stressed else {}
-        args = arguments(folder, save_strategy="steps", save_steps=2, **options)
-        kind(gpt2(), args, **given).train()
-        second = kind(gpt2(), args, **given)
+        folder, options = tmp_path / kind.__name__, dict(max_grad_norm=100.0, save_only_model=True)
+        options |= dict(save_strategy="steps", save_steps=2, optimizer_cls_and_kwargs=ADAMW)
+        create(kind, folder, **options).train()
+        second = create(kind, folder, **options)
         second.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
         found.append(weights(second))
         close(second)
@@ -165,8 +157,7 @@ def test_checkpoint_without_optimizer(tmp_path):
 
 
 def test_resume_errors(tmp_path):
-    args = arguments(tmp_path / "stock", save_strategy="steps", save_steps=1, max_steps=1)
-    transformers.Trainer(gpt2(), args, train_dataset=texts()).train()
+    create(transformers.Trainer, tmp_path / "stock", save_strategy="steps", save_steps=1, max_steps=1).train()
     one = trainer(tmp_path / "one")
     with pytest.raises(TrainingError, match="pickle"):
         one.train(resume_from_checkpoint=str(tmp_path / "stock" / "checkpoint-1"))

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 import trl
 from datasets import Dataset
 from peft import LoraConfig
+from sampling import nightly
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
@@ -21,7 +21,7 @@ from patrickstar.integrations.trl import DPOTrainer, GRPOTrainer, KTOTrainer, Re
 from patrickstar.testing import assert_same_bits
 
 from .arguments import checkpointing
-from .trainers import Stressed, close, logged, same_but_norms, weights
+from .trainers import DEFAULTS, Stress, close, same, trained, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* is deprecated and will be removed in v6:FutureWarning")
 
@@ -29,16 +29,8 @@ WORDS = ["<pad>", "<eos>", "<unk>", *string.ascii_lowercase, *string.digits]
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.0, foreach=False)
 """AdamW of torch, one operation at a time: TRL's own trainers run the same operations."""
 OPTIONS = ps.Config(chunk_size="16KiB", device_memory="96KiB", optimizer=ADAMW)
-SIZES = dict(
-    vocab_size=len(WORDS),
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    max_position_embeddings=64,
-    pad_token_id=0,
-    eos_token_id=1,
-)
+SIZES = dict(vocab_size=len(WORDS), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2)
+SIZES |= dict(max_position_embeddings=64, pad_token_id=0, eos_token_id=1)
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -71,80 +63,87 @@ def pairs() -> list[dict[str, str]]:
 
 
 def arguments(kind: Any, folder: Path, **options: Any) -> Any:
-    defaults = dict(
-        output_dir=str(folder),
-        use_cpu=True,
-        bf16=False,
-        report_to=[],
-        disable_tqdm=True,
-        save_strategy="no",
-        logging_steps=1,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
-        max_steps=20,
-        learning_rate=1e-2,
-        optim="adamw_torch",
-        max_grad_norm=100.0,
-        warmup_steps=2,
-        lr_scheduler_type="cosine",
-        dataloader_pin_memory=False,
-        **checkpointing(False),
-    )
+    defaults = DEFAULTS | dict(output_dir=str(folder), bf16=False, per_device_train_batch_size=2, weight_decay=0.0)
+    defaults |= dict(max_steps=20 if nightly() else 6, optim="adamw_torch", max_grad_norm=100.0, **checkpointing(False))
     return kind(**defaults | options)
-
-
-def same(found: list[tuple[Any, Any]]) -> None:
-    (log, state), (own_log, own_state) = found
-    same_but_norms(log, own_log)
-    assert_same_bits(state, own_state, "parameters")
-
-
-def trained(trainer: transformers.Trainer) -> tuple[Any, Any]:
-    trainer.train()
-    result = logged(trainer), {name: value.clone() for name, value in weights(trainer).items()}
-    close(trainer)
-    return result
 
 
 def stressed(kind: Any) -> Any:
     """Return a class whose engine evicts everything at each access and poisons freed memory."""
-    return type("Stressed", (kind,), {"make_engine": Stressed.make_engine})
+    return type("Stressed", (Stress, kind), {})
 
 
-def budget(kind: Any) -> dict[str, Any]:
-    return {"config": OPTIONS} if issubclass(kind, Trainer) else {}
+def of(kind: Any, model: Any, args: Any, data: list[Any], **given: Any) -> Any:
+    """Return a trainer of TRL, or of this package with a small budget."""
+    given |= {"config": OPTIONS} if issubclass(kind, Trainer) and "config" not in given else {}
+    return kind(model, args=args, train_dataset=Dataset.from_list(data), processing_class=tokenizer(), **given)
 
 
-def test_sft_has_the_bits_of_trl(tmp_path):
-    found = []
-    for kind in (trl.SFTTrainer, stressed(SFTTrainer)):
-        args = arguments(trl.SFTConfig, tmp_path, max_length=16)
-        data = Dataset.from_list([{"text": text} for text in texts()])
-        given = {"processing_class": tokenizer()} | budget(kind)
-        found.append(trained(kind(llama(), args=args, train_dataset=data, **given)))
-    same(found)
+def sft(kind: Any, folder: Path) -> Any:
+    return of(kind, llama(), arguments(trl.SFTConfig, folder, max_length=16), [{"text": text} for text in texts()])
 
 
-@pytest.mark.parametrize("reference", ["given", pytest.param("loaded", marks=pytest.mark.slow)])
-def test_dpo_has_the_bits_of_trl(tmp_path, reference):
-    llama().save_pretrained(tmp_path / "model")
-    found = []
-    for kind in (trl.DPOTrainer, stressed(DPOTrainer)):
-        args = arguments(trl.DPOConfig, tmp_path, max_length=32)
-        model = llama() if reference == "given" else str(tmp_path / "model")
-        given = {"processing_class": tokenizer()} | budget(kind)
-        if reference == "given":
-            given["ref_model"] = llama(2)
-        found.append(trained(kind(model, args=args, train_dataset=Dataset.from_list(pairs()), **given)))
-    same(found)
+def dpo(kind: Any, folder: Path, **options: Any) -> Any:
+    options = {"max_length": 32} | options
+    return of(kind, llama(), arguments(trl.DPOConfig, folder, **options), pairs(), ref_model=llama(2))
+
+
+def dpo_of_a_folder(kind: Any, folder: Path) -> Any:
+    """Load the model, and its reference, from a folder."""
+    llama().save_pretrained(folder / "model")
+    return of(kind, str(folder / "model"), arguments(trl.DPOConfig, folder, max_length=32), pairs())
+
+
+def dpo_synchronized(kind: Any, folder: Path) -> Any:
+    return dpo(kind, folder, sync_ref_model=True, ref_model_sync_steps=2, max_steps=6)
+
+
+def dpo_of_adapters(kind: Any, folder: Path) -> Any:
+    """Train adapters that are their own reference."""
+    torch.manual_seed(3)
+    adapters = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    args = arguments(trl.DPOConfig, folder, max_length=32, max_steps=4)
+    trainer = of(kind, llama(), args, pairs(), peft_config=adapters)
+    assert not (issubclass(kind, Trainer) and trainer.frozen_modules)
+    return trainer
+
+
+def kto(kind: Any, folder: Path) -> Any:
+    data = [
+        {"prompt": each["prompt"], "completion": each["chosen"], "label": number % 2 == 0}
+        for number, each in enumerate(pairs())
+    ]
+    args = arguments(trl.KTOConfig, folder, max_length=32, max_steps=4)
+    return of(kind, llama(), args, data, ref_model=llama(2))
+
+
+def rewards(kind: Any, folder: Path) -> Any:
+    model = llama(1, LlamaForSequenceClassification, num_labels=1)
+    return of(kind, model, arguments(trl.RewardConfig, folder, max_length=32, max_steps=4), pairs())
+
+
+@pytest.mark.parametrize(
+    ("method", "own", "kind"),
+    [
+        (sft, trl.SFTTrainer, SFTTrainer),
+        (dpo, trl.DPOTrainer, DPOTrainer),
+        pytest.param(dpo_of_a_folder, trl.DPOTrainer, DPOTrainer, marks=pytest.mark.slow),
+        pytest.param(dpo_synchronized, trl.DPOTrainer, DPOTrainer, marks=pytest.mark.slow),
+        pytest.param(dpo_of_adapters, trl.DPOTrainer, DPOTrainer, marks=pytest.mark.slow),
+        pytest.param(kto, trl.KTOTrainer, KTOTrainer, marks=pytest.mark.slow),
+        pytest.param(rewards, trl.RewardTrainer, RewardTrainer, marks=pytest.mark.slow),
+    ],
+    ids=lambda value: value.__name__,
+)
+def test_a_method_has_the_bits_of_trl(tmp_path, method, own, kind):
+    same([trained(method(each, tmp_path)) for each in (own, stressed(kind))])
 
 
 def test_the_reference_model_lies_within_the_budgets(tmp_path):
     reference = llama(2)
     numel, small = sum(param.numel() for param in reference.parameters()), ps.Config(device_memory="8MiB")
     args = arguments(trl.DPOConfig, tmp_path, bf16=True, max_length=32, max_steps=3)
-    given = {"ref_model": reference, "processing_class": tokenizer(), "config": small}
-    trainer = DPOTrainer(llama(), args=args, train_dataset=Dataset.from_list(pairs()), **given)
+    trainer = of(DPOTrainer, llama(), args, pairs(), ref_model=reference, config=small)
     trainer.train()
     parameters = [each for each in trainer.engine.inspect().parameters if each.name.startswith("frozen_0.")]
     assert sum(each.numel for each in parameters) == numel and {each.dtype for each in parameters} == {"bfloat16"}
@@ -180,75 +179,18 @@ def test_online_methods_have_the_bits_of_trl(tmp_path, own, kind, rewards):
         options = dict(max_completion_length=6, num_generations=2, beta=0.1, max_steps=4)
         args = arguments(trl.GRPOConfig if own is trl.GRPOTrainer else trl.RLOOConfig, tmp_path, **options)
         judge = llama(3, LlamaForSequenceClassification, num_labels=1) if rewards == "model" else None
-        given = {"reward_funcs": judge or length, "processing_class": tokenizer()} | budget(each)
-        given |= {"reward_processing_classes": tokenizer()} if judge else {}
-        data = Dataset.from_list([{"prompt": text} for text in texts(8)])
+        given = {"reward_processing_classes": tokenizer()} if judge else {}
+        data = [{"prompt": text} for text in texts(8)]
         torch.manual_seed(5)
-        found.append(trained(each(str(tmp_path / "model"), args=args, train_dataset=data, **given)))
-    same(found)
-
-
-@pytest.mark.slow
-def test_kto_has_the_bits_of_trl(tmp_path):
-    found = []
-    for kind in (trl.KTOTrainer, stressed(KTOTrainer)):
-        args = arguments(trl.KTOConfig, tmp_path, max_length=32, max_steps=4)
-        data = Dataset.from_list(
-            [
-                {"prompt": each["prompt"], "completion": each["chosen"], "label": number % 2 == 0}
-                for number, each in enumerate(pairs())
-            ]
-        )
-        given = {"ref_model": llama(2), "processing_class": tokenizer()} | budget(kind)
-        found.append(trained(kind(llama(), args=args, train_dataset=data, **given)))
-    same(found)
-
-
-@pytest.mark.slow
-def test_rewards_have_the_bits_of_trl(tmp_path):
-    found = []
-    for kind in (trl.RewardTrainer, stressed(RewardTrainer)):
-        args = arguments(trl.RewardConfig, tmp_path, max_length=32, max_steps=4)
-        model = llama(1, LlamaForSequenceClassification, num_labels=1)
-        given = {"processing_class": tokenizer()} | budget(kind)
-        found.append(trained(kind(model, args=args, train_dataset=Dataset.from_list(pairs()), **given)))
-    same(found)
-
-
-@pytest.mark.slow
-def test_adapters_are_their_own_reference(tmp_path):
-    found = []
-    for kind in (trl.DPOTrainer, stressed(DPOTrainer)):
-        args = arguments(trl.DPOConfig, tmp_path, max_length=32, max_steps=4)
-        torch.manual_seed(3)
-        adapters = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-        given = {"processing_class": tokenizer(), "peft_config": adapters} | budget(kind)
-        trainer = kind(llama(), args=args, train_dataset=Dataset.from_list(pairs()), **given)
-        if issubclass(kind, Trainer):
-            assert not trainer.frozen_modules
-        found.append(trained(trainer))
+        found.append(trained(of(each, str(tmp_path / "model"), args, data, reward_funcs=judge or length, **given)))
     same(found)
 
 
 def test_dpo_resumes_with_the_same_bits(tmp_path):
     found = []
     for steps in (4, 8):
-        options = dict(max_steps=8, save_strategy="steps", save_steps=4, max_length=32)
-        args = arguments(trl.DPOConfig, tmp_path, **options)
-        given = {"ref_model": llama(2), "processing_class": tokenizer(), "config": OPTIONS}
-        trainer = stressed(DPOTrainer)(llama(), args=args, train_dataset=Dataset.from_list(pairs()), **given)
+        trainer = dpo(stressed(DPOTrainer), tmp_path, max_steps=8, save_strategy="steps", save_steps=4)
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4") if steps == 8 else None)
         found.append({name: value.clone() for name, value in weights(trainer).items()})
         close(trainer)
     assert_same_bits(found[0], found[1], "parameters after resuming")
-
-
-@pytest.mark.slow
-def test_a_synchronized_reference_model(tmp_path):
-    found = []
-    for kind in (trl.DPOTrainer, stressed(DPOTrainer)):
-        options = dict(sync_ref_model=True, ref_model_sync_steps=2, max_steps=6, max_length=32)
-        args = arguments(trl.DPOConfig, tmp_path, **options)
-        given = {"ref_model": llama(2), "processing_class": tokenizer()} | budget(kind)
-        found.append(trained(kind(llama(), args=args, train_dataset=Dataset.from_list(pairs()), **given)))
-    same(found)

@@ -13,14 +13,8 @@ from patrickstar._engine.engine import Engine
 from patrickstar.integrations.transformers._folder_weights import FolderWeights
 from patrickstar.integrations.transformers._model_builder import build_model, parameters_on_meta, read_config
 
-SIZES: dict[str, Any] = {
-    "num_hidden_layers": 2,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 2,
-    "vocab_size": 96,
-    "max_position_embeddings": 64,
-}
+SIZES: dict[str, Any] = dict(num_hidden_layers=2, hidden_size=32, intermediate_size=48, num_attention_heads=2)
+SIZES |= dict(vocab_size=96, max_position_embeddings=64)
 EXPERTS = {"num_experts_per_tok": 2, "num_key_value_heads": 2}
 VOCABULARY = SIZES["vocab_size"]
 CAUSAL = transformers.AutoModelForCausalLM

@@ -10,27 +10,23 @@ from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
 
 import patrickstar as ps
 from patrickstar.integrations.transformers import Trainer
-from patrickstar.testing import NoMeter, ReferenceTrainer
+from patrickstar.testing import NoMeter, ReferenceTrainer, assert_same_bits
 
 VOCAB = 64
+ADAMW = (torch.optim.AdamW, {"lr": 1e-2, "foreach": False})
+"""AdamW without foreach, so that torch and the engine run the same operations."""
 BUDGET = ps.Config(chunk_size="16KiB", device_memory="96KiB")
 """Budget for two or three of the nine chunks of these models."""
+DEFAULTS = dict(use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no", logging_steps=1)
+DEFAULTS |= dict(per_device_train_batch_size=4, gradient_accumulation_steps=2, num_train_epochs=2, learning_rate=1e-2)
+DEFAULTS |= dict(weight_decay=0.1, warmup_steps=2, lr_scheduler_type="cosine", dataloader_pin_memory=False)
 TIMES = ("runtime", "per_second", "preparation_time", "step_time")
 
 
 def gpt2(dropout: float = 0.1) -> GPT2LMHeadModel:
     torch.manual_seed(1)
-    config = GPT2Config(
-        vocab_size=VOCAB,
-        n_positions=32,
-        n_embd=32,
-        n_layer=2,
-        n_head=2,
-        bos_token_id=0,
-        eos_token_id=0,
-        resid_pdrop=dropout,
-        loss_type="ForCausalLM",
-    )
+    shape = dict(vocab_size=VOCAB, n_positions=32, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+    config = GPT2Config(**shape, resid_pdrop=dropout, loss_type="ForCausalLM")
     return GPT2LMHeadModel(config)
 
 
@@ -47,31 +43,40 @@ def texts(count: int = 22, seed: int = 0) -> list[dict[str, torch.Tensor]]:
 
 
 def arguments(folder: Any, **options: Any) -> TrainingArguments:
-    defaults = dict(
-        output_dir=str(folder),
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-        save_strategy="no",
-        logging_steps=1,
-        per_device_train_batch_size=4,
-        gradient_accumulation_steps=2,
-        num_train_epochs=2,
-        learning_rate=1e-2,
-        weight_decay=0.1,
-        warmup_steps=2,
-        lr_scheduler_type="cosine",
-        dataloader_pin_memory=False,
-    )
-    return TrainingArguments(**defaults | options)
+    return TrainingArguments(**DEFAULTS | {"output_dir": str(folder)} | options)
 
 
-class Stressed(Trainer):
-    """Trainer that evicts every unused chunk at each access and fills freed memory with NaN."""
+class Stress:
+    """Makes engines that evict every unused chunk at each access and fill freed memory with NaN."""
 
     def make_engine(self, model: nn.Module, config: ps.Config) -> ps.Engine:
-        options = {"meter": NoMeter(), "evict_everything": True, "poison": True}
-        return ps.Engine(model, config, frozen=self.frozen_modules, **options)
+        more = {"frozen": self.frozen_modules} if hasattr(self, "frozen_modules") else {}
+        return ps.Engine(model, config, meter=NoMeter(), evict_everything=True, poison=True, **more)
+
+
+class Stressed(Stress, Trainer):
+    """Trainer with such an engine."""
+
+
+OF_TRAINERS = {"train_dataset", "eval_dataset", "callbacks", "compute_metrics", "model_init"}
+OF_TRAINERS |= {"optimizers", "optimizer_cls_and_kwargs"}
+
+
+def create(kind: Any, folder: Any, model: nn.Module | None = None, config: Any = BUDGET, **options: Any) -> Any:
+    """Return a Trainer, by default of the tiny GPT-2; other options are the Trainer's or those of its arguments."""
+    given = {name: options.pop(name) for name in OF_TRAINERS & options.keys()}
+    given |= {"config": config} if issubclass(kind, Trainer) else {}
+    if model is None and "model_init" not in given:
+        model = gpt2()
+    return kind(model, args=arguments(folder, **options), **{"train_dataset": texts()} | given)
+
+
+def trained(trainer: transformers.Trainer) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
+    """Train, close the engine if there is one, and return the log and the parameters."""
+    trainer.train()
+    result = logged(trainer), {name: value.clone() for name, value in weights(trainer).items()}
+    close(trainer)
+    return result
 
 
 class Shell(torch.optim.Optimizer):
@@ -143,6 +148,13 @@ def weights(trainer: transformers.Trainer) -> dict[str, torch.Tensor]:
 def close(trainer: transformers.Trainer) -> None:
     if isinstance(trainer, Trainer) and inspect.getattr_static(trainer, "_managed") is not None:
         trainer.engine.close(keep=False)
+
+
+def same(found: Any) -> None:
+    """Assert equal logs, up to norms, and bit-identical parameters of two trained Trainers."""
+    (log, state), (own_log, own_state) = found
+    same_but_norms(log, own_log)
+    assert_same_bits(state, own_state, "parameters")
 
 
 def same_but_norms(expected: list[dict[str, Any]], actual: list[dict[str, Any]]) -> None:

@@ -1,6 +1,7 @@
 """Descriptions of random models, configurations and meters for the tests of the invariants ("laws")."""
 
 from itertools import pairwise
+from typing import Any
 
 from hypothesis import strategies as st
 from probes import manager_of, model_data_of, record_accesses
@@ -24,10 +25,10 @@ chunk_sizes = st.sampled_from([256, 1024, 2800, 16384, "auto"])
 precisions = st.sampled_from(["bf16", "fp16", "fp32"])
 
 
-def config(precision: str, chunk_size: int | str, **budgets: int) -> ps.Config:
-    """Return a CPU configuration with AdamW and the given budgets."""
+def config(precision: str, chunk_size: int | str, **more: Any) -> ps.Config:
+    """Return a CPU configuration with AdamW, budgets and other options."""
     optimizer = ps.AdamW(lr=1e-2, weight_decay=0.1)
-    return ps.Config(device="cpu", precision=precision, chunk_size=chunk_size, optimizer=optimizer, **budgets)
+    return ps.Config(device="cpu", precision=precision, chunk_size=chunk_size, optimizer=optimizer, **more)
 
 
 class Waves(testing.NoMeter):
@@ -57,11 +58,7 @@ def smallest_device_bytes(shape: Shape, chunk_size: int | str, precision: str) -
 
 
 def check_alignment(engine: Engine) -> set[tuple[str, str]]:
-    """Assert that all parameters start at multiples of 256 bytes, in all current copies of all lists.
-
-    Returns:
-        The lists that were checked, each with the tier of the copy.
-    """
+    """Assert that all parameters start at multiples of 256 bytes in all lists; return these, each with its tier."""
     checked = set()
     chunks = manager_of(engine).chunks
     for managed in model_data_of(engine).managed_params:
@@ -69,24 +66,18 @@ def check_alignment(engine: Engine) -> set[tuple[str, str]]:
             if index != managed.location.chunk or 0 in (managed.numel, managed.location.numel, chunk.numel):
                 continue
             offset = managed.region.offset if chunk is managed.chunk else managed.location.offset
-            views = []
-            if chunk.device_resident:
-                views.append(("device", chunk.on_device(Region(offset, (1,), (1,)))))
-            if chunk.host is not None:
-                views.append(("host", chunk.on_host(Region(offset, (1,), (1,)))))
-            for tier, view in views:
-                address = view.data_ptr()
-                assert address % 256 == 0, f"{managed.name} in {chunk} on the {tier}: {address % 256} bytes off"
+            first = Region(offset, (1,), (1,))
+            views = {"device": chunk.on_device} if chunk.device_resident else {}
+            views |= {"host": chunk.on_host} if chunk.host is not None else {}
+            for tier, view in views.items():
+                off = view(first).data_ptr() % 256
+                assert off == 0, f"{managed.name} in {chunk} on the {tier}: {off} bytes off"
                 checked.add((kind, tier))
     return checked
 
 
 def check_real_bytes(manager: ChunkManager, *more: Chunk) -> None:
-    """Assert that the memory that chunks really use, whatever their flags, equals the counts of device and host.
-
-    Args:
-        more: Chunks that the manager does not know yet.
-    """
+    """Assert that the memory that chunks, and more of them, use, whatever their flags, equals the tiers' counts."""
     chunks, pool = {*manager.chunks.values(), *more}, manager.device_tier.page_pool
     on_device = [chunk for chunk in chunks if chunk.device_bytes]
     assert manager.device_tier.used == sum(chunk.nbytes for chunk in on_device)

@@ -1,21 +1,17 @@
 """Engines whose iterations are resident, and helpers of their tests."""
 
-import torch
-from toys import Shape, batches, mean_square
-
-from patrickstar import testing
-from patrickstar._engine.engine import Engine
+import seeded
+from toys import Shape, batches, train
 
 from .models import config
 
 SHAPE = Shape(("mlp", "attention", "plain"))
 PLENTY = 1 << 22
+ROOMY = config("fp32", 256, device_memory=PLENTY)
 
 
-def engine_of(build, options=None, **more):
-    torch.manual_seed(0)
-    options = options or config("fp32", 256, device_memory=PLENTY)
-    return Engine(build, options, meter=testing.NoMeter(), poison=True, **more)
+def engine_of(build, options=ROOMY, **hooks):
+    return seeded.engine_of(build, options, **hooks)
 
 
 def holds(engine):
@@ -25,21 +21,10 @@ def holds(engine):
 
 def train_until_resident(engine, data=None):
     """Train until the engine knows that everything fits."""
-    for batch in data or batches(1) * 3:
-        loss = engine(*batch)
-        engine.backward(loss if loss.dim() == 0 else mean_square(loss))
-        engine.optimizer.step()
+    train(engine, data or batches(1) * 3)
     assert holds(engine) == 0
 
 
-def same(build, script, options=None):
+def same(build, script, options=ROOMY, **hooks):
     """Compare a script's results and all parameters with those of plain PyTorch."""
-    options = options or config("fp32", 256, device_memory=PLENTY)
-    torch.manual_seed(0)
-    reference = testing.ReferenceTrainer(build, options)
-    expected = script(reference)
-    engine = engine_of(build, options)
-    found = script(engine)
-    testing.assert_same_bits(expected, found, "results")
-    testing.assert_same_bits(reference.state_dict(), engine.state_dict(), "parameters")
-    engine.close()
+    seeded.compare(build, options, script, **hooks)

@@ -1,4 +1,4 @@
-"""Law 2, budgets: at every moment, chunks on a tier fit in its budget minus its non-model data."""
+"""Law 2, budgets: at every moment, chunks on a tier fit in its budget minus its non-model data and libraries."""
 
 import mmap
 import re
@@ -8,17 +8,22 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from probes import set_ram
+from probes import after_allocations, set_ram
 from sampling import draws
-from toys import Shape, batches, inputs, layers, train
+from seeded import engine_of
+from toys import Shape, batches, inputs, layers, mean_square, train
 
 import patrickstar as ps
+from patrickstar._dry_run.simulation import forward_backward_step, simulate
 from patrickstar._engine.engine import Engine
 from patrickstar._layout.byte_size import parse_size
 from patrickstar._memory.chunk_manager import ChunkManager
+from patrickstar._memory.hardware import Hardware
 from patrickstar._memory.host_tier import HostTier
+from patrickstar._perf_model.machine_spec import Gpu, Host, Links, Machine
 from patrickstar.errors import BudgetError
 from patrickstar.testing import NoMeter
 
@@ -82,9 +87,9 @@ def test_both_budgets_hold_at_every_moment(shape, chunk_size, precision, spare_b
 
 def check_measured_process():
     """Train with the real meter and model data of four times the device budget."""
-    width, budget = 1536, parse_size("112MiB")
-    config = ps.Config(device="cpu", device_memory=budget, chunk_size="8MiB")
-    engine, _ = ps.initialize(partial(layers, width, 16), config)
+    width, budget = 1024, parse_size("56MiB")
+    config = ps.Config(device="cpu", precision="fp32", device_memory=budget, chunk_size="4MiB")
+    engine, _ = ps.initialize(partial(layers, width, 18), config)
     assert engine.layout.model_data_bytes > 4 * budget
     for batch in inputs(3, width, rows=8):
         train(engine, [batch])
@@ -92,15 +97,13 @@ def check_measured_process():
         assert last.device_peak_model_bytes <= budget
         assert last.device_peak_non_model_bytes > 0
     assert engine.stats.total.evictions > 0
-    engine.close()
 
 
+@pytest.mark.long("a new process with imports of its own")
 def test_the_measured_process_stays_within_its_budget():
     """Use a separate process, without the memory of other tests."""
-    program = (
-        "from laws import test_budget as tests; import patrickstar._engine.core as core; "
-        "core.ChunkManager = tests.Watched; tests.check_measured_process()"
-    )
+    program = "from laws import test_budget as tests; import patrickstar._engine.core as core; "
+    program += "core.ChunkManager = tests.Watched; tests.check_measured_process()"
     tests = Path(__file__).parents[1]
     done = subprocess.run([sys.executable, "-c", program], cwd=tests, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -122,13 +125,11 @@ def test_the_smallest_budgets_named_do_work(shape, chunk_size, precision, share)
     try:
         Engine(shape.build, config(precision, chunk_size, device_memory=device, host_memory=1), meter=NoMeter())
     except BudgetError as error:
-        named = re.findall(r"device_memory=(\d+)|host_memory=(\d+)", str(error))
-        (alone, _), (beside, _), (_, host) = named
-        for budgets in ({"device_memory": int(alone), "host_memory": 1},
-                        {"device_memory": int(beside), "host_memory": max(1, int(host))}):  # fmt: skip
-            engine = Engine(shape.build, config(precision, chunk_size, **budgets), meter=NoMeter(), poison=True)
-            train(engine, batches(3))
-            engine.close()
+        (alone, _), (beside, _), (_, host) = re.findall(r"device_memory=(\d+)|host_memory=(\d+)", str(error))
+        for device, other in ((alone, 1), (beside, max(1, int(host)))):
+            options = config(precision, chunk_size, device_memory=int(device), host_memory=other)
+            with engine_of(shape.build, options) as engine:
+                train(engine, batches(3))
 
 
 def test_non_model_data_larger_than_the_budget_is_an_error_that_names_it():
@@ -136,7 +137,6 @@ def test_non_model_data_larger_than_the_budget_is_an_error_that_names_it():
     engine = Engine(shape.build, config("bf16", 256, device_memory=8192), meter=Waves(20000))
     with pytest.raises(BudgetError, match=r"budget of 8192 bytes holds \d+ bytes of non-model data.*[Rr]aise"):
         train(engine, batches(2))
-    engine.close()
 
 
 def test_one_budget_that_leaves_nothing_for_the_other_is_refused(ram):
@@ -149,11 +149,113 @@ def test_one_budget_that_leaves_nothing_for_the_other_is_refused(ram):
 def test_budgets_beyond_the_memory_of_the_machine_are_warned_of(ram):
     options = ps.Config(device="cpu", device_memory="600MiB", host_memory="600MiB")
     with pytest.warns(UserWarning, match=r"together may take \d+ bytes \(1.17 GiB\), and \d+ bytes \(1.00 GiB\)"):
-        engine, _ = ps.initialize(lambda: layers(4, 1), options)
-    engine.close()
+        ps.initialize(lambda: layers(4, 1), options)[0].close()
 
 
 @pytest.fixture
 def ram(monkeypatch):
     """A machine with 1 GiB of memory available."""
     set_ram(monkeypatch, 1 << 30)
+
+
+# Device memory used by libraries is counted before training and during training
+
+
+WIDTH = 64
+LIBRARY_BYTES = 1 << 20
+CHUNK_BYTES = 2 * WIDTH * (WIDTH + 1)
+
+
+class Libraries(NoMeter):
+    """Meter that reports only the memory of libraries."""
+
+    def now(self, chunk_bytes: int) -> int:
+        return LIBRARY_BYTES
+
+    peak = now
+
+
+class WithLibraries(Hardware):
+    """CPU hardware that reports library workspaces on its device tier."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+
+    def library_bytes(self, dtype: torch.dtype, in_updates: bool = False) -> int:
+        return LIBRARY_BYTES
+
+
+build = partial(layers, WIDTH, 6)
+
+
+def engine(**options) -> Engine:
+    config = ps.Config(device="cpu", **{"chunk_size": CHUNK_BYTES} | options)
+    return Engine(build, config, hardware=WithLibraries(), meter=Libraries(), poison=True)
+
+
+def train_watched(made: Engine) -> None:
+    used = []
+    after_allocations(made, lambda chunk: used.append(made.inspect().device.chunk_bytes))
+    train(made, inputs(3, WIDTH, rows=4))
+    assert made.stats.last.device_peak_non_model_bytes == LIBRARY_BYTES
+    assert max([0, *used]) + LIBRARY_BYTES <= made.device_budget_bytes
+
+
+def test_a_budget_that_holds_the_model_but_not_the_libraries_is_refused():
+    """The error before training names the libraries and the smallest budgets that work, and these work."""
+    with pytest.raises(BudgetError) as refused:
+        engine(device_memory=LIBRARY_BYTES, host_memory=1 << 30)
+    text = str(refused.value)
+    assert f"this device needs {LIBRARY_BYTES} bytes (1.00 MiB) more for its libraries (cuBLAS workspaces)" in text
+    assert f"a device budget of {LIBRARY_BYTES} bytes" in text
+    (least,) = re.findall(r"device_memory=(\d+) bytes .*with this host_memory", text)
+    assert int(least) > LIBRARY_BYTES and refused.value.short_bytes == int(least) - LIBRARY_BYTES
+    with pytest.raises(BudgetError):
+        engine(device_memory=int(least) - 1, host_memory=1 << 30)
+    train_watched(engine(device_memory=int(least), host_memory=1 << 30))
+
+
+def test_the_pair_of_budgets_in_the_error_works():
+    with pytest.raises(BudgetError) as refused:
+        engine(device_memory=LIBRARY_BYTES + 100, host_memory=1000)
+    ((device, host),) = re.findall(r"device_memory=(\d+) with host_memory=(\d+) bytes", str(refused.value))
+    with engine(device_memory=int(device), host_memory=int(host)) as made:
+        train_watched(made)
+
+
+def test_libraries_are_counted_with_a_disk(tmp_path):
+    with pytest.raises(BudgetError) as refused:
+        engine(device_memory=LIBRARY_BYTES, host_memory="64KiB", disk=tmp_path)
+    text = str(refused.value)
+    (device,) = re.findall(r"device_memory=(\d+) bytes", text.partition("Required")[2])
+    (host,) = re.findall(r"host_memory=(\d+) bytes", text.partition("Required")[2])
+    with engine(device_memory=int(device), host_memory=int(host), disk=tmp_path) as made:
+        train_watched(made)
+
+
+def test_the_chunk_size_fits_the_memory_left_by_libraries():
+    with engine(chunk_size="auto", device_memory=LIBRARY_BYTES + 40_000, host_memory="1GiB") as made:
+        assert max(chunk.compute_bytes for chunk in made.layout.chunks) <= 40_000 // 4
+
+
+def test_a_meter_that_reports_nothing_reports_no_libraries():
+    config = ps.Config(device="cpu", chunk_size=CHUNK_BYTES, device_memory="64KiB", host_memory="1GiB")
+    Engine(build, config, hardware=WithLibraries(), meter=NoMeter()).close()
+
+
+def test_a_dry_run_counts_libraries():
+    machine = Machine(
+        name="a test's",
+        source="a test",
+        gpu=Gpu(count=1, memory=LIBRARY_BYTES + (1 << 18), matmul_tflops=1.0, memory_bandwidth=1e9),
+        host=Host(memory=1 << 30, memory_bandwidth=1e9, cores=1),
+        links=Links(h2d=1e9, d2h=1e9),
+    )
+    config = ps.Config(device="cpu", chunk_size=CHUNK_BYTES)
+    step = forward_backward_step(mean_square, (torch.zeros(4, WIDTH),), {})
+    reports = [simulate(Engine, build, config, step, machine, library_bytes=n) for n in (0, LIBRARY_BYTES)]
+    peaks = [report.stats.device_peak_non_model_bytes for report in reports]
+    assert abs(peaks[1] - peaks[0] - LIBRARY_BYTES) < 4096, "only transfers in flight may differ otherwise"
+    with pytest.raises(BudgetError, match=r"for its libraries"):
+        small = machine.model_copy(update={"gpu": machine.gpu.model_copy(update={"memory": LIBRARY_BYTES})})
+        simulate(Engine, build, config, step, small, library_bytes=LIBRARY_BYTES)

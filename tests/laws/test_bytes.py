@@ -1,4 +1,4 @@
-"""Law 3, bytes: memory use follows from layout and plan by a closed formula."""
+"""Law 3, bytes: memory use follows from layout and plan by a closed formula, and parameters are aligned."""
 
 import mmap
 from functools import partial
@@ -8,13 +8,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling import draws
-from toys import Shape, batches, inputs, layers, train
+from torch import nn
+from toys import Shape, batches, inputs, layers, mean_square, train
+from transformers import GPT2LMHeadModel
 
 from patrickstar._engine.engine import Engine
-from patrickstar._layout.schema import GRAD32
+from patrickstar._engine.param_init import make_layout, param_specs
+from patrickstar._layout.chunk_mapping import align
+from patrickstar._layout.schema import EXP_AVG, EXP_AVG_SQ, GRAD32, PARAM16, PARAM32
+from patrickstar._models.presets import PRESETS
 from patrickstar.testing import NoMeter
 
-from .models import chunk_sizes, config, precisions, shapes
+from .models import check_alignment, chunk_sizes, config, precisions, shapes
 
 PLENTY = 1 << 24
 
@@ -29,7 +34,6 @@ def test_model_data_per_parameter(shape, chunk_size, precision):
     assert engine.layout.model_data_bytes - engine.layout.padding_bytes == expected
     held = engine.inspect()
     assert held.device.chunk_bytes + held.host.chunk_bytes == engine.layout.model_data_bytes
-    engine.close()
 
 
 @settings(max_examples=draws(15), deadline=None, print_blob=True)
@@ -44,7 +48,6 @@ def test_peaks_when_everything_fits(shape, chunk_size, precision):
     assert engine.stats.last.host_peak_model_bytes == 0
     assert (engine.stats.last.h2d_bytes, engine.stats.last.d2h_bytes) == (0, 0)
     assert engine.stats.total.h2d_bytes == layout.optimizer_bytes
-    engine.close()
 
 
 def test_host_memory_of_chunks_that_move_to_the_device_is_released():
@@ -57,7 +60,6 @@ def test_host_memory_of_chunks_that_move_to_the_device_is_released():
     held = engine.inspect()
     pages = mmap.PAGESIZE * 2 * len(held.chunks)
     assert held.device.resident_bytes + held.host.resident_bytes <= engine.layout.model_data_bytes + pages
-    engine.close()
 
 
 @pytest.mark.parametrize("accumulation", [1, 2, 3])
@@ -69,4 +71,56 @@ def test_accumulation_costs_one_gradient_list(accumulation):
     numel = sum(chunk.numel for chunk in engine.layout.chunks)
     grad_bytes = sum(chunk.nbytes for chunk in engine.inspect().chunks if chunk.kind == GRAD32)
     assert grad_bytes == (4 * numel if accumulation > 1 else 0)
-    engine.close()
+
+
+# Alignment: every parameter starts at a multiple of 256 bytes, in every chunk list and on every tier
+
+WIDTH = 33
+
+
+class OddSizes(nn.Module):
+    """Model whose parameters mostly have sizes without common factors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(11, WIDTH)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.norm = nn.LayerNorm(WIDTH).requires_grad_(False)
+        self.head = nn.Linear(WIDTH, 7)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the mean square of the head's output."""
+        hidden = self.words(ids) * self.scale
+        for layer in self.layers:
+            hidden = layer(hidden).tanh()
+        return mean_square(self.head(self.norm(hidden)))
+
+
+@pytest.mark.parametrize("chunk_size", [256, 1000, 4096, "auto"])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("room", ["all on the device", "all evicted"])
+def test_every_parameter_begins_at_a_multiple_of_256_bytes(precision, chunk_size, room):
+    options = config(precision, chunk_size, device_memory=1 << 24, host_memory=1 << 24)
+    engine = Engine(OddSizes, options, meter=NoMeter(), evict_everything=room == "all evicted")
+    checked = set()
+    for step in range(3):
+        loss = engine(torch.full((2, 3), step))
+        for act in (lambda: None, lambda loss=loss: engine.backward(loss), engine.optimizer.step):
+            act()
+            checked |= check_alignment(engine)
+    tier = "device" if room == "all on the device" else "host"
+    assert {(kind, tier) for kind in (PARAM16, PARAM32, EXP_AVG, EXP_AVG_SQ)} <= checked
+
+
+@pytest.mark.parametrize("preset", ["gpt-10m", "gpt2-124m"])
+def test_alignment_adds_at_most_a_thousandth_of_model_data(preset):
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(PRESETS[preset].config())
+    options = config("bf16", "auto")
+    params = param_specs(model, model, options)
+    layout = make_layout(params, options, 8 << 30)
+    added = sum((align(param.numel) - param.numel) * param.schema.bytes_per_param for param in params)
+    assert layout.numel == PRESETS[preset].numel
+    assert added <= layout.padding_bytes, "padding includes the ends of chunks as well"
+    assert added <= 0.001 * layout.model_data_bytes

@@ -73,14 +73,10 @@ class Run:
     def outcome(self):
         """Return parameters, optimizer states, learning rate and loss scale."""
         optimizer = self.optimizer.state_dict()
-        states = [
-            value
-            for _, state in sorted(optimizer["state"].items())
-            for _, value in sorted(state.items())
-            if isinstance(value, torch.Tensor)
-        ]
+        states = [value for _, state in sorted(optimizer["state"].items()) for _, value in sorted(state.items())]
         numbers = [optimizer["param_groups"][0]["lr"], *optimizer["loss_scale"].values()]
-        return [*self.engine.state_dict().values(), *states, torch.tensor(numbers, dtype=torch.float64)]
+        tensors = [value for value in states if isinstance(value, torch.Tensor)]
+        return [*self.engine.state_dict().values(), *tensors, torch.tensor(numbers, dtype=torch.float64)]
 
 
 def engine_of(build, options, **hooks):
@@ -125,15 +121,11 @@ def test_a_resumed_run_is_bit_identical_to_an_uninterrupted_one(
 ):
     if precision == "fp16":
         loop = {key: value for key, value in loop.items() if key != "update"}
-    checkpoint = folder / "run"
-    shutil.rmtree(checkpoint, ignore_errors=True)
-    engines = [
-        functools.partial(
-            engine_of, shape.build, options_of(room, shape, precision, size), evict_everything=room == "evict"
-        )
-        for room, size in zip(rooms, chunk_sizes, strict=True)
-    ]
-    check_resume(checkpoint, *engines, steps, how, **loop)
+    engines = []
+    for room, size in zip(rooms, chunk_sizes, strict=True):
+        options = options_of(room, shape, precision, size)
+        engines.append(functools.partial(engine_of, shape.build, options, evict_everything=room == "evict"))
+    check_resume(folder / "run", *engines, steps, how, **loop)
 
 
 def needs_disk(engine):
@@ -144,6 +136,7 @@ def needs_disk(engine):
 
 
 def check_resume(checkpoint, first, second, steps, how="wait", **loop):
+    shutil.rmtree(checkpoint, ignore_errors=True)
     run = Run(first(), **loop)
     needs_disk(run.engine)
     run.go(steps[0])
@@ -177,8 +170,6 @@ def check_resume(checkpoint, first, second, steps, how="wait", **loop):
 def test_states_on_disk(folder, shape, precision, loop, chunk_sizes, rooms, on_disk, how):
     if precision == "fp16":
         loop = {key: value for key, value in loop.items() if key != "update"}
-    checkpoint = folder / "run"
-    shutil.rmtree(checkpoint, ignore_errors=True)
     engines = []
     for uses_disk, room, size in zip(on_disk, rooms, chunk_sizes, strict=True):
         options = tiers.options(precision, size)
@@ -186,4 +177,4 @@ def test_states_on_disk(folder, shape, precision, loop, chunk_sizes, rooms, on_d
             options = tiers.on_disk(shape.build, options, folder, batches(1)[0], room)
         hooks = {"page_bytes": tiers.PAGE_BYTES, "evict_everything": room.evict_everything}
         engines.append(functools.partial(engine_of, shape.build, options, **hooks))
-    check_resume(checkpoint, *engines, (2, 2), how, **loop)
+    check_resume(folder / "run", *engines, (2, 2), how, **loop)

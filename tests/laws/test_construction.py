@@ -5,6 +5,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,8 +19,8 @@ import patrickstar as ps
 from patrickstar._memory.cpu_allocator import cpu_allocator
 from patrickstar._memory.file_backed_tensors import FileBackedTensors
 
-WIDTH, LAYERS = 1024, 8
-TINY = {"device_memory": "16MiB", "host_memory": "64MiB"}
+WIDTH, LAYERS = 512, 12
+TINY = {"device_memory": "4MiB", "host_memory": "32MiB"}
 
 
 class Layers(nn.Module):
@@ -74,25 +75,31 @@ class OtherReaders(Layers):
 
 
 def gpt2() -> nn.Module:
-    return GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=640, n_head=4, vocab_size=2048, use_cache=False))
+    return GPT2LMHeadModel(GPT2Config(n_layer=4, n_embd=256, n_head=4, vocab_size=512, use_cache=False))
 
 
 def llama() -> nn.Module:
-    return LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=640,
-            intermediate_size=1024,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            vocab_size=2048,
-            tie_word_embeddings=True,
-        )
-    )
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 3, "vocab_size": 1024}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, tie_word_embeddings=True))
 
 
 def in_half_precision() -> nn.Module:
     return Copies().bfloat16()
+
+
+def on_disk(build: Callable[[], nn.Module], folder: Path, precision: str = "fp32") -> dict[str, torch.Tensor]:
+    """Build a model on disk, and return its state."""
+    engine, _ = ps.initialize(build, ps.Config(device="cpu", precision=precision, disk=ps.Disk(folder), **TINY))
+    state = engine.state_dict()
+    engine.close(keep=False)
+    return state
+
+
+def assert_equal(state: dict[str, torch.Tensor], plain: dict[str, torch.Tensor]) -> None:
+    assert state.keys() == plain.keys()
+    for name, value in state.items():
+        assert torch.equal(value, plain[name]), name
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -114,33 +121,26 @@ def test_bits_of_a_plain_construction(build, precision, tmp_path, monkeypatch):
     plain = build()
     drawn = torch.rand(3)
     torch.manual_seed(5)
-    engine, _ = ps.initialize(build, ps.Config(device="cpu", precision=precision, disk=ps.Disk(str(tmp_path)), **TINY))
+    state = on_disk(build, tmp_path, precision)
     assert torch.equal(torch.rand(3), drawn), "the random state after the construction differs"
     assert len(contexts) == 1, "the model was not built on disk"
-    state = engine.state_dict()
-    assert state.keys() == plain.state_dict().keys()
-    for name, expected in plain.state_dict().items():
-        frozen = name in dict(plain.named_parameters()) and not plain.get_parameter(name).requires_grad
-        dtype = state[name].dtype if frozen else expected.dtype
-        assert torch.equal(state[name].to(dtype), expected.to(dtype)), name
-    engine.close(keep=False)
+    expected = plain.state_dict()
+    for name, param in plain.named_parameters():
+        if not param.requires_grad:
+            expected[name] = expected[name].to(state[name].dtype)
+    assert_equal({name: value.to(expected[name].dtype) for name, value in state.items()}, expected)
 
 
 def test_a_model_in_memory_is_not_built_on_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(FileBackedTensors, "__enter__", lambda self: pytest.fail("built on disk"))
-    config = ps.Config(device="cpu", device_memory="400MiB", host_memory="400MiB", disk=ps.Disk(str(tmp_path)))
-    engine, _ = ps.initialize(Layers, config)
-    engine.close(keep=False)
+    config = ps.Config(device="cpu", device_memory="400MiB", host_memory="400MiB", disk=ps.Disk(tmp_path))
+    ps.initialize(Layers, config)[0].close(keep=False)
 
 
 def test_a_function_that_returns_an_existing_model(tmp_path):
     model = Layers()
     expected = {name: value.clone() for name, value in model.state_dict().items()}
-    config = ps.Config(device="cpu", precision="fp32", disk=ps.Disk(str(tmp_path)), **TINY)
-    engine, _ = ps.initialize(lambda: model, config)
-    state = engine.state_dict()
-    assert all(torch.equal(state[name], value) for name, value in expected.items())
-    engine.close(keep=False)
+    assert_equal(on_disk(lambda: model, tmp_path), expected)
 
 
 def test_a_constructor_that_fails_leaves_nothing(tmp_path):
@@ -151,27 +151,36 @@ def test_a_constructor_that_fails_leaves_nothing(tmp_path):
                 raise ValueError("no such layer")
 
     before = threading.active_count()
-    config = ps.Config(device="cpu", disk=ps.Disk(str(tmp_path)), **TINY)
     with pytest.raises(ValueError, match="no such layer"):
-        ps.initialize(Fails, config)
+        on_disk(Fails, tmp_path, "bf16")
     assert threading.active_count() == before
     assert not list(tmp_path.iterdir())
-    engine, _ = ps.initialize(Layers, config)
-    engine.close(keep=False)
+    on_disk(Layers, tmp_path, "bf16")
 
 
 # The file
+
+
+@pytest.fixture
+def allocator():
+    found = cpu_allocator()
+    assert found is not None
+    return found
+
+
+@pytest.fixture
+def in_file(allocator, tmp_path):
+    """Return a function that makes a context in which tensors are in a file, of so many bytes if they are given."""
+    return lambda limit_bytes=0, nbytes=1 << 40: FileBackedTensors(allocator, tmp_path, nbytes, limit_bytes=limit_bytes)
 
 
 def file_bytes() -> int:
     return int(psutil.Process().memory_info().shared)
 
 
-def test_pages_leave_memory_and_come_back(tmp_path):
-    allocator = cpu_allocator()
-    assert allocator is not None
+def test_pages_leave_memory_and_come_back(allocator, in_file):
     nbytes, before = 64 << 20, file_bytes()
-    with FileBackedTensors(allocator, tmp_path, 1 << 40, limit_bytes=1 << 40):
+    with in_file(1 << 40):
         values = torch.randn(nbytes // 4)
         total = values.double().sum()
         assert file_bytes() - before >= nbytes
@@ -186,21 +195,17 @@ def test_pages_leave_memory_and_come_back(tmp_path):
     assert file_bytes() - before < nbytes // 4
 
 
-def test_freed_tensors_leave_the_disk(tmp_path):
-    allocator = cpu_allocator()
-    assert allocator is not None
-    with FileBackedTensors(allocator, tmp_path, 1 << 40, limit_bytes=0) as tensors:
+def test_freed_tensors_leave_the_disk(in_file):
+    with in_file() as tensors:
         for _ in range(4):
             torch.ones(4 << 20)
         assert tensors.disk_bytes < 1 << 20
-        kept = torch.ones(4 << 20)
+        values = torch.ones(4 << 20)
         assert tensors.disk_bytes >= 16 << 20
-    assert kept.sum() == 4 << 20
+    assert values.sum() == 4 << 20
 
 
-def test_without_disk_space_tensors_are_in_memory(tmp_path):
-    allocator = cpu_allocator()
-    assert allocator is not None
+def test_without_disk_space_tensors_are_in_memory(allocator, tmp_path):
     path = tmp_path / "read-only"
     path.touch()
     with path.open("rb") as file:
@@ -213,27 +218,21 @@ def test_without_disk_space_tensors_are_in_memory(tmp_path):
     assert values.sum() == 1 << 20
 
 
-def test_the_file_stays_within_its_capacity(tmp_path):
-    allocator = cpu_allocator()
-    assert allocator is not None
-    with (
-        pytest.warns(UserWarning, match=r"\d+ bytes \(4.00 MiB\) of the model were built in memory.*no space"),
-        FileBackedTensors(allocator, tmp_path, 10 << 20, limit_bytes=1 << 40) as tensors,
-    ):
-        kept = [torch.ones(1 << 20) for _ in range(3)]
+def test_the_file_stays_within_its_capacity(in_file):
+    warning = pytest.warns(UserWarning, match=r"\d+ bytes \(4.00 MiB\) of the model were built in memory.*no space")
+    with warning, in_file(1 << 40, nbytes=10 << 20) as tensors:
+        values_left = [torch.ones(1 << 20) for _ in range(3)]
         assert tensors.disk_bytes <= 10 << 20
-        del kept[0]
-        kept.append(torch.ones(1 << 20))  # in the space of the first one
+        del values_left[0]
+        values_left.append(torch.ones(1 << 20))  # in the space of the first one
         assert tensors.disk_bytes <= 10 << 20
         tensors.stop_allocating()
-    assert all(values.sum() == 1 << 20 for values in kept)
+    assert all(values.sum() == 1 << 20 for values in values_left)
 
 
-def test_one_file_at_a_time(tmp_path):
-    allocator = cpu_allocator()
-    assert allocator is not None
-    with FileBackedTensors(allocator, tmp_path, 1 << 40, limit_bytes=0) as outer:
-        with FileBackedTensors(allocator, tmp_path, 1 << 40, limit_bytes=0) as inner:
+def test_one_file_at_a_time(in_file):
+    with in_file() as outer:
+        with in_file() as inner:
             values = torch.ones(1 << 20)
             inner.stop_allocating()
             assert (inner.disk_bytes, outer.disk_bytes > 0) == (0, True)
@@ -243,22 +242,16 @@ def test_one_file_at_a_time(tmp_path):
 
 
 def test_a_model_that_builds_another_on_disk(tmp_path):
-    config = ps.Config(device="cpu", precision="fp32", disk=ps.Disk(str(tmp_path)), **TINY)
-
     class Outer(Layers):
         def __init__(self) -> None:
             super().__init__()
             if not self.table.is_meta:
-                engine, _ = ps.initialize(Layers, config)
-                engine.close(keep=False)
+                on_disk(Layers, tmp_path)
 
     torch.manual_seed(3)
     plain = Outer()
     torch.manual_seed(3)
-    engine, _ = ps.initialize(Outer, config)
-    state = engine.state_dict()
-    assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
-    engine.close(keep=False)
+    assert_equal(on_disk(Outer, tmp_path), plain.state_dict())
 
 
 # Child processes, other threads, and files of the user
@@ -275,27 +268,24 @@ def in_a_child(work: Callable[[], None]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_a_child_process_does_not_write_into_its_parents_tensors(tmp_path):
-    allocator = cpu_allocator()
-    assert allocator is not None
-    with FileBackedTensors(allocator, tmp_path, 1 << 40, limit_bytes=1 << 40):
-        kept = [torch.ones(1 << 18) for _ in range(4)]
+def test_a_child_process_does_not_write_into_its_parents_tensors(in_file):
+    with in_file(1 << 40):
+        values_left = [torch.ones(1 << 18) for _ in range(4)]
 
         def child() -> None:
-            kept[0].fill_(7)
+            values_left[0].fill_(7)
             others = [torch.full((1 << 18,), 7.0) for _ in range(4)]
-            del kept[1:3]
+            del values_left[1:3]
             others.append(torch.full((1 << 18,), 7.0))
 
         in_a_child(child)
         more = torch.ones(1 << 18)
-        assert all(bool((values == 1).all()) for values in (*kept, more))
-    in_a_child(lambda: kept[0].fill_(7))  # such a tensor is a large buffer of the model
-    assert bool((kept[0] == 1).all())
+        assert all(bool((values == 1).all()) for values in (*values_left, more))
+    in_a_child(lambda: values_left[0].fill_(7))  # such a tensor is a large buffer of the model
+    assert bool((values_left[0] == 1).all())
 
 
 def test_two_models_built_at_once(tmp_path):
-    config = ps.Config(device="cpu", precision="fp32", disk=ps.Disk(str(tmp_path)), **TINY)
     built: dict[float, dict[str, torch.Tensor]] = {}
 
     class Constant(Layers):
@@ -307,9 +297,7 @@ def test_two_models_built_at_once(tmp_path):
                 nn.init.constant_(layer.weight, self.value)
 
     def build(value: float) -> None:
-        engine, _ = ps.initialize(type("Other", (Constant,), {"value": value}), config)
-        built[value] = engine.state_dict()
-        engine.close(keep=False)
+        built[value] = on_disk(type("Other", (Constant,), {"value": value}), tmp_path)
 
     threads = [threading.Thread(target=build, args=(value,)) for value in (1.0, 2.0)]
     for thread in threads:
@@ -320,18 +308,14 @@ def test_two_models_built_at_once(tmp_path):
         assert all(bool((built[value][f"layers.{index}.weight"] == value).all()) for index in range(LAYERS))
 
 
-def test_a_watcher_that_cannot_start_leaves_files_of_the_user_alone(tmp_path, monkeypatch):
-    allocator = cpu_allocator()
-    assert allocator is not None
-
+def test_a_watcher_that_cannot_start_leaves_files_of_the_user_alone(in_file, tmp_path, monkeypatch):
     def fail(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    tensors = FileBackedTensors(allocator, tmp_path, 1 << 40, limit_bytes=0)
-    with monkeypatch.context() as patched:
+    tensors = in_file()
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="can't start new thread"):
         patched.setattr(threading.Thread, "start", fail)
-        with pytest.raises(RuntimeError, match="can't start new thread"):
-            tensors.__enter__()
+        tensors.__enter__()
     tensors.__exit__(None, None, None)
     with (tmp_path / "users").open("w+b") as file:
         file.write(b"important")
@@ -340,16 +324,13 @@ def test_a_watcher_that_cannot_start_leaves_files_of_the_user_alone(tmp_path, mo
         assert (tmp_path / "users").read_bytes() == b"important"
 
 
-def test_pages_of_other_files_do_not_count(tmp_path):
-    allocator = cpu_allocator()
-    assert allocator is not None
+def test_pages_of_other_files_do_not_count(allocator, in_file, tmp_path):
     path = tmp_path / "checkpoint"
     path.write_bytes(bytes(32 << 20))
     dropped = []
-    drop = allocator.drop_file_pages
-    with FileBackedTensors(allocator, tmp_path, 1 << 40, limit_bytes=8 << 20) as tensors:
+    with in_file(8 << 20) as tensors:
         tensors._allocator = SimpleNamespace(  # counts what the watcher does
-            drop_file_pages=lambda: (dropped.append(1), drop()), close_file=allocator.close_file
+            drop_file_pages=lambda: (dropped.append(1), allocator.drop_file_pages()), close_file=allocator.close_file
         )
         mapped = torch.from_file(str(path), shared=False, size=8 << 20)
         mapped.sum()

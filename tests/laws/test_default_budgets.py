@@ -4,6 +4,7 @@ import random
 import re
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -11,17 +12,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from probes import set_ram
-from sampling import draws
+from sampling import nightly
 from torch import nn
-from toys import mean_square
+from toys import mean_square, train
 
 import patrickstar as ps
 from patrickstar._engine.engine import Engine
 from patrickstar._memory.ram import Ram, RamLimit
 from patrickstar.errors import BudgetError
 
-MIB = 1 << 20
-DRAWS, DRAWS_PER_TEST = 200, 10
+DRAWS_PER_TEST = 10
 MOST_TRIES = 100
 """Draws for one that is refused, at most."""
 NAMED = re.compile(r"Each of these alone is enough, verified by dry runs: (.*?)\. The dry run was refused")
@@ -51,8 +51,8 @@ class Model(nn.Module):
 
     def __init__(self, width: int, blocks: int) -> None:
         super().__init__()
-        pairs = [(nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width)) for _ in range(blocks)]
-        self.layers = nn.Sequential(*(layer for pair in pairs for layer in pair))
+        triples = ((nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width)) for _ in range(blocks))
+        self.layers = nn.Sequential(*chain.from_iterable(triples))
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
         return mean_square(self.layers(batch))
@@ -86,31 +86,24 @@ class Draw:
         """Create an engine and train; return the message of a refusal, empty without one. `advised`: with advice."""
         config = ps.Config(**{"device": "cpu", "precision": "fp32", "device_memory": self.device_bytes} | options)
         batch, build = torch.ones(rows or self.rows, self.width), partial(Model, self.width, self.blocks)
+        engine = None
         try:
             if advised:
                 engine, _ = ps.initialize(build, config, sample=batch if self.sampled else None)
             else:
                 engine = Engine(build, config)
-        except BudgetError as error:
-            return str(error)
-        try:
-            for _ in range(steps):
-                engine.backward(engine(batch))
-                engine.optimizer.step()
-                engine.optimizer.zero_grad()
+            train(engine, [(batch,)] * steps)
         except BudgetError as error:
             return str(error)
         finally:
-            engine.close(keep=False)
+            if engine is not None:
+                engine.close(keep=False)
         return ""
 
 
 def settings_of(message: str, draw: Draw, directory: Path) -> dict[str, dict[str, object]]:
     """Return the options of each setting that a refusal names, by its text."""
-    others = {
-        "activation_offload=True": {"activation_offload": True},
-        "disk=ps.Disk(directory)": {"disk": directory},
-    }
+    others = {"activation_offload=True": {"activation_offload": True}, "disk=ps.Disk(directory)": {"disk": directory}}
     settings: dict[str, dict[str, object]] = {}
     for text in found[1].split("; ") if (found := NAMED.search(message)) else []:
         if budget := re.fullmatch(r"(device_memory|host_memory)='(\d+MiB)'", text):
@@ -127,7 +120,7 @@ def settings_of(message: str, draw: Draw, directory: Path) -> dict[str, dict[str
     return settings
 
 
-@pytest.mark.parametrize("first", range(0, draws(DRAWS), DRAWS_PER_TEST))
+@pytest.mark.parametrize("first", range(0, 200 if nightly() else 10, DRAWS_PER_TEST))
 def test_every_setting_that_a_refusal_names_suffices_beside_open_budgets(first, monkeypatch, tmp_path, one_thread):
     number, seed = 0, first * MOST_TRIES
     while number < DRAWS_PER_TEST:

@@ -56,39 +56,36 @@ def run(module, options, folder, data, mode, *, max_norm=None, accumulation=1, *
     """Run, save twice and load under a mode; return all results that a user sees."""
     results = []
     torch.manual_seed(1)
-    with mode():
-        engine = Engine(module, options, meter=testing.NoMeter(), poison=True, **hooks)
-        steps(engine, data, max_norm, accumulation, results)
+    with mode(), Engine(module, options, meter=testing.NoMeter(), poison=True, **hooks) as engine:
+        go_on = partial(steps, engine, data, max_norm, accumulation, results)
+        go_on()
         engine.save(folder / "at once", {"note": [1, "two"]})
         engine.save(folder / "beside", wait=False)
-        steps(engine, data, max_norm, accumulation, results)
+        go_on()
         assert engine.finish_saving()
         assert engine.stats.total.disk_write_bytes > 0 or options.disk is None
         results += engine.state_dict().values()
         optimizer = engine.optimizer.state_dict()
-        for name in ("at once", "beside"):
-            state = engine.load(folder / name)
-            assert state == ({"note": [1, "two"]} if name == "at once" else {})
-            steps(engine, data, max_norm, accumulation, results)
+        for name, expected in (("at once", {"note": [1, "two"]}), ("beside", {})):
+            assert engine.load(folder / name) == expected
+            go_on()
             results += engine.state_dict().values()
         engine.load_state_dict(engine.state_dict())
         engine.optimizer.load_state_dict(engine.optimizer.state_dict())
-        steps(engine, data, max_norm, accumulation, results)
-        engine.close()
-    states = [
-        value for state in optimizer["state"].values() for value in state.values() if isinstance(value, torch.Tensor)
-    ]
-    return [*results, *states, *(value.detach().clone() for value in module.state_dict().values())]
+        go_on()
+    states = [value for state in optimizer["state"].values() for value in state.values()]
+    values = [*states, *(value.detach().clone() for value in module.state_dict().values())]
+    return [*results, *(value for value in values if isinstance(value, torch.Tensor))]
 
 
 @pytest.mark.parametrize(
     ("mode", "precision", "optimizer", "loop"),
     [
-        (by_context, "bf16", "AdamW", {"max_norm": 0.1, "accumulation": 2}),
+        pytest.param(by_context, "bf16", "AdamW", {"max_norm": 0.1, "accumulation": 2}, marks=pytest.mark.slow),
         (set_by_function, "bf16", "AdamW", {"max_norm": 0.1, "accumulation": 2}),
         (by_context, "fp16", "AdamW", {"max_norm": 0.1}),
         (by_context, "fp32", "AdamW", {"accumulation": 2, "evict_everything": True}),
-        (by_context, "bf16", "torch.optim.Adam", {"max_norm": 0.1}),
+        pytest.param(by_context, "bf16", "torch.optim.Adam", {"max_norm": 0.1}, marks=pytest.mark.slow),
         (by_context, "fp32", "torch.optim.RMSprop", {"evict_everything": True}),
         (by_context, "bf16", "AdamW", {"disk": True, "accumulation": 2, "max_norm": 0.1}),
     ],
@@ -98,13 +95,7 @@ def test_training_and_checkpoints_have_the_same_bits(mode, precision, optimizer,
     if loop.pop("disk", False):
         memory = {"device_memory": 3000, "host_memory": 80_000, "disk": ps.Disk(tmp_path)}
         loop["page_bytes"], shape = 4096, dataclasses.replace(SHAPE, blocks=("mlp",) * 8)
-    options = ps.Config(
-        device="cpu",
-        precision=precision,
-        chunk_size=1024,
-        optimizer=OPTIMIZERS[optimizer],
-        **memory,
-    )
+    options = ps.Config(device="cpu", precision=precision, chunk_size=1024, optimizer=OPTIMIZERS[optimizer], **memory)
     data, found = batches(2, length=200), []
     for number, run_mode in enumerate((contextlib.nullcontext, mode)):
         torch.manual_seed(0)

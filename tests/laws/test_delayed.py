@@ -3,18 +3,18 @@
 import random
 
 import pytest
+import seeded
 import speculation_cases as cases
 import torch
 from probes import manager_of
-from speculation_cases import DELAYED_EVENTS, backward, build, loop
+from seeded import assert_same_model
+from speculation_cases import DELAYED_EVENTS, backward, build, loop, step
 
 import patrickstar as ps
 from patrickstar import testing
-from patrickstar._engine.engine import Engine
 
 from .test_late_copies import some_are_slow
 
-RUNS_PER_TEST = 10
 STEPS = 6
 
 
@@ -30,14 +30,15 @@ def test_the_reference_follows_the_recurrence():
     """Step i reads R(M(i-2)): written out here with two copies of the weights and plain SGD."""
     rate, after = 0.5, 3
     config = ps.Config(device="cpu", precision="fp32", optimizer=ps.SGD(lr=rate), update=ps.Delayed(after=after))
-    torch.manual_seed(0)
-    trainer = testing.ReferenceTrainer(build, config)
-    losses = [run_step(trainer, number) for number in range(STEPS)]
+    trainer = seeded.reference_of(build, config)
+    losses = [step(trainer, number) for number in range(STEPS)]
     torch.manual_seed(0)
     model, newest = build(), build()
     newest.load_state_dict(model.state_dict())
     for number in range(STEPS):
-        assert backward_of(model, number) == losses[number]
+        loss = model(cases.batch(number)).float().square().mean()
+        loss.backward()
+        assert loss == losses[number]
         gradients = [param.grad for param in model.parameters()]
         before = [param.detach().clone() for param in newest.parameters()]
         with torch.no_grad():
@@ -49,26 +50,13 @@ def test_the_reference_follows_the_recurrence():
                 param.grad = None
 
 
-def run_step(trainer, number):
-    loss = backward(trainer, number)
-    trainer.optimizer.step()
-    return loss
-
-
-def backward_of(model, number):
-    loss = model(cases.batch(number)).float().square().mean()
-    loss.backward()
-    return loss.detach()
-
-
 def test_delayed_differs_from_exact():
     results = []
     for update in (None, ps.Delayed(after=0)):
-        torch.manual_seed(0)
-        trainer = testing.ReferenceTrainer(build, ps.Config(device="cpu", update=update))
-        results.append([float(run_step(trainer, number)) for number in range(STEPS)])
+        trainer = seeded.reference_of(build, ps.Config(device="cpu", update=update))
+        results.append([float(step(trainer, number)) for number in range(STEPS)])
     exact, delayed = results
-    assert exact[0] == delayed[0] == delayed[0] and exact[1:] != delayed[1:]
+    assert exact[0] == delayed[0] and exact[1:] != delayed[1:]
 
 
 @pytest.mark.parametrize("after", [0, 1, 4, 40])
@@ -98,9 +86,8 @@ def partly_frozen():
 
 
 def engine_of(model_func=build, *, evict_everything=True, **options):
-    torch.manual_seed(0)
     config = ps.Config(device="cpu", device_memory="64KiB", host_memory="4MiB", chunk_size="6KiB", **options)
-    return Engine(model_func, config, meter=testing.NoMeter(), poison=True, evict_everything=evict_everything)
+    return seeded.engine_of(model_func, config, evict_everything=evict_everything)
 
 
 def test_it_takes_one_more_list_of_the_compute_dtype():
@@ -112,11 +99,10 @@ def test_it_takes_one_more_list_of_the_compute_dtype():
 def test_the_newest_values_are_in_the_state_dict_and_after_flush_in_the_forward():
     config = dict(update=ps.Delayed(after=0))
     with engine_of(**config) as engine:
-        torch.manual_seed(0)
-        reference = testing.ReferenceTrainer(build, ps.Config(device="cpu", **config))
+        reference = seeded.reference_of(build, ps.Config(device="cpu", **config))
         for trainer in (engine, reference):
             for number in range(3):
-                run_step(trainer, number)
+                step(trainer, number)
         testing.assert_same_bits(reference.state_dict(), engine.state_dict(), "masters")
         batch = cases.batch(99)
         with torch.no_grad():
@@ -128,25 +114,21 @@ def test_the_newest_values_are_in_the_state_dict_and_after_flush_in_the_forward(
         assert not torch.equal(before, after)
 
 
-def test_reading_a_parameter_whose_values_are_gone_is_an_error():
+def test_uses_that_are_refused():
+    """A parameter whose values are gone can't be read, and one can be written after a flush only."""
     with engine_of(update=ps.Delayed(after=0)) as engine:
-        run_step(engine, 0)
-        backward(engine, 1)
-        with pytest.raises(ps.errors.TrainingError, match=r"accumulate=True.*optimizer\.flush"):
-            backward(engine, 2)
-        engine.optimizer.zero_grad()
-        run_step(engine, 3)
-
-
-def test_an_in_place_write_needs_a_flush():
-    with engine_of(update=ps.Delayed(after=0)) as engine:
-        run_step(engine, 0)
+        step(engine, 0)
         with pytest.raises(ps.errors.TrainingError, match=r"flush\(\) before"), torch.no_grad():
             next(engine.module.parameters()).mul_(2.0)
         engine.optimizer.flush()
         with torch.no_grad():
             next(engine.module.parameters()).mul_(2.0)
-        run_step(engine, 1)
+        step(engine, 1)
+        backward(engine, 2)
+        with pytest.raises(ps.errors.TrainingError, match=r"accumulate=True.*optimizer\.flush"):
+            backward(engine, 3)
+        engine.optimizer.zero_grad()
+        step(engine, 4)
 
 
 def test_the_option_is_checked():
@@ -157,64 +139,59 @@ def test_the_option_is_checked():
     assert ps.Config(update={"name": "Delayed", "after": 3}).update == ps.Delayed(after=3)
 
 
-@pytest.mark.parametrize("disk", [False, True])
-@pytest.mark.parametrize("first", some_are_slow(100, fast=10))
-def test_random_loops_give_the_bits_of_the_reference(first, disk, tmp_path):
+@pytest.mark.parametrize("room", [False, True], ids=["memory", "disk"])
+@pytest.mark.parametrize("seeds", some_are_slow(100, fast=10))
+def test_random_loops_give_the_bits_of_the_reference(seeds, room, tmp_path):
     tested = 0
-    for seed in range(first, first + RUNS_PER_TEST):
+    for seed in seeds:
         options = dict(update=ps.Delayed(after=random.Random(seed).choice([0, 1, 2, 3, 5])))
-        if disk:
+        if room:
             options |= dict(disk=ps.Disk(tmp_path), host_memory=f"{150 + seed % 5 * 15}KiB", device_memory=2.5)
         tested += cases.run(seed, DELAYED_EVENTS, device="cpu", **options).steps > 0
-    assert tested > RUNS_PER_TEST // 2
+    assert tested > len(seeds) // 2
 
 
-def trained(folder, first, last, *, update=ps.Delayed(after=3), saves=(), waits=True, **options):  # noqa: B008
+def in_memory(folder, first, last, *, update=ps.Delayed(after=3), saves=(), waits=True, **options):  # noqa: B008
     """Train from step `first` to `last`, from a checkpoint of the step before if there is one."""
     engine = engine_of(update=update, **options)
     if (folder / f"step {first - 1}").exists():
         engine.load(folder / f"step {first - 1}")
-    for step in range(first, last + 1):
-        run_step(engine, step)
-        if step in saves:
-            engine.save(folder / f"step {step}", wait=waits)
+    for number in range(first, last + 1):
+        step(engine, number)
+        if number in saves:
+            engine.save(folder / f"step {number}", wait=waits)
     return engine
 
 
 @pytest.mark.parametrize("waits", [True, False])
 @pytest.mark.parametrize("stop", [1, 2, 3, 4, 6])
 def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(stop, waits, tmp_path):
-    with trained(tmp_path, 1, 8) as expected, trained(tmp_path, 1, 8, saves=[stop], waits=waits) as saved:
+    with in_memory(tmp_path, 1, 8) as expected, in_memory(tmp_path, 1, 8, saves=[stop], waits=waits) as saved:
         saved.finish_saving()
-        with trained(tmp_path, stop + 1, 8) as found:
+        with in_memory(tmp_path, stop + 1, 8) as found:
             for engine in (saved, found):
-                testing.assert_same_bits(expected.state_dict(), engine.state_dict(), "resumed")
-                testing._assert_same_states(expected.optimizer.state_dict(), engine.optimizer.state_dict())
+                assert_same_model(expected, engine)
 
 
 def test_a_checkpoint_of_a_delayed_run_is_that_of_its_masters_without_a_delay(tmp_path):
-    with trained(tmp_path, 1, 5, saves=[5]) as saved, trained(tmp_path, 6, 5, update=None) as loaded:
+    with in_memory(tmp_path, 1, 5, saves=[5]) as saved, in_memory(tmp_path, 6, 5, update=None) as loaded:
         testing.assert_same_bits(saved.state_dict(), loaded.state_dict(), "loaded")
         saved.optimizer.flush()
-        testing.assert_same_bits([run_step(saved, 9)], [run_step(loaded, 9)], "loss after flush")
-
-
-def test_a_checkpoint_goes_on_in_another_precision(tmp_path):
-    with trained(tmp_path, 1, 5, saves=[5]) as saved, trained(tmp_path, 6, 7, precision="fp32") as loaded:
-        assert saved.state_dict().keys() == loaded.state_dict().keys()
+        testing.assert_same_bits([step(saved, 9)], [step(loaded, 9)], "loss after flush")
+        with in_memory(tmp_path, 6, 7, precision="fp32") as other:
+            assert saved.state_dict().keys() == other.state_dict().keys(), "in another precision"
 
 
 @pytest.mark.parametrize("change", ["load_state_dict", "state", "unfreeze", "averaged"])
 def test_whatever_replaces_parameters_ends_the_delay(change):
     config = dict(update=ps.Delayed(after=0), optimizer=ps.EMA(ps.AdamW(lr=1e-2), decay=0.9))
     model_func = partly_frozen if change == "unfreeze" else build
-    torch.manual_seed(0)
-    reference = testing.ReferenceTrainer(model_func, ps.Config(device="cpu", **config))
+    reference = seeded.reference_of(model_func, ps.Config(device="cpu", **config))
     with engine_of(model_func, **config) as engine:
         for trainer in (engine, reference):
             first = next(trainer.module.parameters())
-            run_step(trainer, 0)
-            run_step(trainer, 1)
+            step(trainer, 0)
+            step(trainer, 1)
             if change == "load_state_dict":
                 trainer.load_state_dict({name: value * 0.5 for name, value in trainer.state_dict().items()})
             elif change == "unfreeze":
@@ -227,7 +204,7 @@ def test_whatever_replaces_parameters_ends_the_delay(change):
                 engine.state_dict()
         reference.optimizer.flush()
         for number in range(2, 5):
-            testing.assert_same_bits([run_step(reference, number)], [run_step(engine, number)], f"loss {number}")
+            testing.assert_same_bits([step(reference, number)], [step(engine, number)], f"loss {number}")
         testing.assert_same_bits(reference.state_dict(), engine.state_dict(), "parameters")
 
 
@@ -235,9 +212,9 @@ def test_statistics_say_how_stale_the_parameters_of_a_step_were():
     with engine_of(update=ps.Delayed(after=3)) as engine:
         found = []
         for number in range(5):
-            run_step(engine, number)
+            step(engine, number)
             found.append((engine.stats.last.staleness, engine.stats.last.peak_staleness))
         engine.optimizer.flush()
-        run_step(engine, 9)
+        step(engine, 9)
         assert [*found, (engine.stats.last.staleness, 0)] == [(0, 0), (0, 0), (0, 0), (1, 1), (1, 1), (0, 0)]
         assert engine.stats.total.staleness == 2 / 6 and engine.stats.total.peak_staleness == 1

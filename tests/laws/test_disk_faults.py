@@ -3,37 +3,31 @@
 import os
 import random
 import re
-import time
+from functools import cache
 
 import pytest
 import torch
-from probes import kill_workers, manager_of, optimizer_step_of, swap_file_descriptor
+from probes import fail_reads, kill_workers, manager_of, optimizer_step_of, swap_file_descriptor
+from seeded import reference_of
 from toys import mean_square, train
 
-from patrickstar import testing
+import patrickstar as ps
 from patrickstar.errors import DiskError, MoveError, TrainingError
 
-from .tiers import (
-    Room,
-    blocks,
-    files_no_larger_than,
-    inputs,
-    on_disk,
-    open_files,
-    options,
-    pages_of,
-    small_engine,
-    worker_threads,
-)
+from . import tiers
+from .tiers import Room, blocks, inputs, on_disk, open_files, options, small_engine
 
 CHUNK = r"(?:param16|param32|exp_avg|exp_avg_sq|grad32|delayed16)\[\d+\]"
 STEPS = 4
 
 
-def reference_run(config):
+UPDATES = {"exact": None, "delayed": ps.Delayed(after=1)}
+
+
+@cache
+def reference_run(update):
     """Return the losses of each step, and the masters before the first and after each step."""
-    torch.manual_seed(0)
-    trainer = testing.ReferenceTrainer(blocks, config)
+    trainer = reference_of(blocks, options(update=UPDATES[update]))
     losses, states = [], [trainer.state_dict()]
     for batch in inputs(STEPS):
         losses += train(trainer, [batch])
@@ -41,19 +35,26 @@ def reference_run(config):
     return losses, states
 
 
-@pytest.fixture(scope="module")
-def reference():
-    return reference_run(options())
+@pytest.fixture(params=["exact"])
+def update(request):
+    return request.param
+
+
+with_any_update = pytest.mark.parametrize("update", UPDATES, indirect=True)
 
 
 @pytest.fixture
-def config(tmp_path):
-    return on_disk(blocks, options(), tmp_path, inputs(1)[0], Room(host_bytes=20000))
+def reference(update):
+    return reference_run(update)
+
+
+@pytest.fixture
+def config(tmp_path, update):
+    return on_disk(blocks, options(update=UPDATES[update]), tmp_path, inputs(1)[0], Room(host_bytes=20000))
 
 
 @pytest.fixture
 def engine(config):
-    torch.manual_seed(0)
     made = small_engine(blocks, config)
     yield made
     made.close()
@@ -85,59 +86,42 @@ def replace_file(engine, path, flags=os.O_RDWR):
     os.close(other)
 
 
-def refuse_writes(engine):
-    open_again(engine, os.O_RDONLY)
-
-
-def refuse_reads(engine):
-    open_again(engine, os.O_WRONLY)
-
-
-def fail(engine):
-    replace_file(engine, "/proc/self/mem")
-
-
-def fill_up(engine):
-    """Simulate a full disk; reads return other bytes as well."""
-    replace_file(engine, "/dev/full")
-
-
-def cut(engine):
-    os.ftruncate(swap_file_descriptor(engine), 4096)
+def cut(engine, nbytes=4096):
+    os.ftruncate(swap_file_descriptor(engine), nbytes)
 
 
 def cut_off(engine):
-    os.ftruncate(swap_file_descriptor(engine), engine.inspect().disk.used_bytes * 3 // 4 - 500)
+    cut(engine, engine.inspect().disk.used_bytes * 3 // 4 - 500)
+
+
+def overwrite(engine, contents):
+    """Write bytes at offsets of the swap file."""
+    other = os.open(f"/proc/self/fd/{swap_file_descriptor(engine)}", os.O_RDWR)
+    for offset, values in contents.items():
+        os.pwrite(other, values, offset)
+    os.close(other)
 
 
 def damage(engine):
     """Overwrite a byte of every page."""
-    other = os.open(f"/proc/self/fd/{swap_file_descriptor(engine)}", os.O_RDWR)
-    for offset in range(0, engine.inspect().disk.used_bytes, 4096):
-        os.pwrite(other, bytes([random.Random(offset).randrange(256)]), offset + 17)
-    os.close(other)
-
-
-def kill_readers(engine):
-    kill_workers(engine, "readers")
-
-
-def kill_writers(engine):
-    kill_workers(engine, "writers")
-
-
-def kill_one(engine):
-    kill_workers(engine, "readers", count=1)
+    pages = range(0, engine.inspect().disk.used_bytes, 4096)
+    overwrite(engine, {offset + 17: bytes([random.Random(offset).randrange(256)]) for offset in pages})
 
 
 FAULTS = {
-    refuse_writes: (DiskError, "write", r"Bad file descriptor"),
-    refuse_reads: (DiskError, "read", r"Bad file descriptor"),
-    fail: (DiskError, "read|write", r"Input/output error"),
-    fill_up: (DiskError, "read|write", r"No space left on device|damaged"),
-    cut: (DiskError, "read", r"short read|damaged"),
-    cut_off: (DiskError, "read", r"short read|damaged"),
-    damage: (DiskError, "read", r"the page is damaged"),
+    "refused writes": (lambda engine: open_again(engine, os.O_RDONLY), "write", r"Bad file descriptor"),
+    "refused reads": (lambda engine: open_again(engine, os.O_WRONLY), "read", r"Bad file descriptor"),
+    "failure": (lambda engine: replace_file(engine, "/proc/self/mem"), "read|write", r"Input/output error"),
+    "full": (lambda engine: replace_file(engine, "/dev/full"), "read|write", r"No space left on device|damaged"),
+    "cut": (cut, "read", r"short read|damaged"),
+    "cut off": (cut_off, "read", r"short read|damaged"),
+    "damage": (damage, "read", r"the page is damaged"),
+}
+"""What happens to the swap file, the operation that fails then, and why. A full disk returns other bytes, too."""
+KILLS = {
+    "readers": lambda engine: kill_workers(engine, "readers"),
+    "writers": lambda engine: kill_workers(engine, "writers"),
+    "one reader": lambda engine: kill_workers(engine, "readers", count=1),
 }
 
 
@@ -156,13 +140,10 @@ def check_note(error):
 
 
 def check_nothing_is_left(engine, folder, before):
-    with pytest.raises(TrainingError, match="closed"):
-        engine(*inputs(1)[0])
-    with pytest.raises(TrainingError, match="closed"):
-        engine.state_dict()
-    assert worker_threads() == []
-    assert not list(folder.iterdir())
-    assert open_files() == before
+    for call in (lambda: engine(*inputs(1)[0]), engine.state_dict):
+        with pytest.raises(TrainingError, match="closed"):
+            call()
+    assert tiers.worker_threads() == [] and open_files() == before and not list(folder.iterdir())
     left = engine.inspect()
     assert not left.chunks and left.device.chunk_bytes == 0
 
@@ -192,23 +173,22 @@ def check_parameters(engine, error, states):
 
 
 def check_another_engine_works(config, losses):
-    torch.manual_seed(0)
-    fresh, seen = small_engine(blocks, config), []
-    run(fresh, seen)
-    fresh.close()
+    seen = []
+    with small_engine(blocks, config) as fresh:
+        run(fresh, seen)
     assert seen == losses
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+@with_any_update
+@pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("when", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_disk_that_fails_in_training(config, tmp_path, reference, fault, when):
     losses, states = reference
     before = open_files()
-    torch.manual_seed(0)
     engine, seen = small_engine(blocks, config), []
-    kind, operation, reason = FAULTS[fault]
-    with pytest.raises(kind) as raised:
-        run(engine, seen, lambda number: number == when and fault(engine))
+    act, operation, reason = FAULTS[fault]
+    with pytest.raises(DiskError) as raised:
+        run(engine, seen, lambda number: number == when and act(engine))
     check_message(raised.value, engine, operation, reason)
     assert when <= len(seen) and seen == losses[: len(seen)]
     check_nothing_is_left(engine, tmp_path, before)
@@ -218,42 +198,56 @@ def test_a_disk_that_fails_in_training(config, tmp_path, reference, fault, when)
     check_another_engine_works(config, losses)
 
 
-@pytest.mark.parametrize("fault", [damage, refuse_reads], ids=lambda fault: fault.__name__)
-@pytest.mark.parametrize(
-    "access",
-    [
-        lambda engine: engine.state_dict(),
-        lambda engine: engine.optimizer.state_dict(),
-        lambda engine: engine(*inputs(1)[0]),
-        lambda engine: engine.load_state_dict(blocks().state_dict()),
-        lambda engine: [param.add(1) for param in engine.module.parameters()],
-        lambda engine: engine.module.state_dict()["0.0.weight"].clone(),
-    ],
-    ids=["state_dict", "optimizer", "forward", "load", "parameters", "module"],
-)
+@with_any_update
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("kill", KILLS)
+def test_threads_that_die(config, tmp_path, reference, kill):
+    losses, states = reference
+    before = open_files()
+    engine, seen = small_engine(blocks, config), []
+    with pytest.raises(MoveError, match=rf"{CHUNK}.*a worker thread (died|was told to end)") as raised:
+        run(engine, seen, lambda number: number == 1 and KILLS[kill](engine))
+        run(engine, [])
+    check_note(raised.value)
+    assert seen == losses[: len(seen)]
+    check_nothing_is_left(engine, tmp_path, before)
+    check_parameters(engine, raised.value, states)
+    del raised
+    check_another_engine_works(config, losses)
+
+
+ACCESSES = {
+    "state_dict": lambda engine: engine.state_dict(),
+    "optimizer": lambda engine: engine.optimizer.state_dict(),
+    "forward": lambda engine: engine(*inputs(1)[0]),
+    "load": lambda engine: engine.load_state_dict(blocks().state_dict()),
+    "parameters": lambda engine: [param.add(1) for param in engine.module.parameters()],
+    "module": lambda engine: engine.module.state_dict()["0.0.weight"].clone(),
+}
+
+
+@pytest.mark.parametrize("fault", ["damage", "refused reads"])
+@pytest.mark.parametrize("access", ACCESSES)
 def test_a_disk_that_fails_outside_of_training(config, tmp_path, reference, fault, access):
     before = open_files()
-    torch.manual_seed(0)
     engine = small_engine(blocks, config)
     run(engine, [])
-    fault(engine)
+    FAULTS[fault][0](engine)
     with pytest.raises(DiskError) as raised:
         for _ in range(3):
-            access(engine)
+            ACCESSES[access](engine)
     check_message(raised.value, engine, *FAULTS[fault][1:])
     check_nothing_is_left(engine, tmp_path, before)
-    lost = check_parameters(engine, raised.value, reference[1][-1:])
-    assert lost
+    assert check_parameters(engine, raised.value, reference[1][-1:])
 
 
-@pytest.mark.parametrize("fault", [damage, fail], ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize("fault", ["damage", "failure"])
 def test_a_disk_that_fails_under_close(config, tmp_path, reference, fault):
     """`close` must report that parameters are lost: no other call would."""
     before = open_files()
-    torch.manual_seed(0)
     engine = small_engine(blocks, config)
     run(engine, [])
-    fault(engine)
+    FAULTS[fault][0](engine)
     with pytest.raises(DiskError, match=CHUNK):
         engine.close()
     check_nothing_is_left(engine, tmp_path, before)
@@ -267,16 +261,11 @@ def test_a_disk_that_fails_under_close(config, tmp_path, reference, fault):
 
 def test_an_update_that_fails_under_close_is_reported(config, reference):
     """The masters can be read back, but some of them are updated in part."""
-    torch.manual_seed(0)
     engine = small_engine(blocks, config)
-    for batch in inputs(STEPS):
-        engine.backward(mean_square(engine(*batch)))
-        engine.optimizer.step()
+    train(engine, inputs(STEPS))
     index = max(optimizer_step_of(engine).disk_step.pending)
     chunk = manager_of(engine)["exp_avg", index]
-    other = os.open(f"/proc/self/fd/{swap_file_descriptor(engine)}", os.O_RDWR)
-    os.pwrite(other, b"\x55" * 64, chunk.disk_offset + chunk.nbytes - 64)
-    os.close(other)
+    overwrite(engine, {chunk.disk_offset + chunk.nbytes - 64: b"\x55" * 64})
     with pytest.raises(DiskError, match=rf"exp_avg\[{index}\].*damaged") as raised:
         engine.close()
     note = next(note for note in raised.value.__notes__ if "may be updated in part" in note)
@@ -289,26 +278,20 @@ def test_an_update_that_fails_under_close_is_reported(config, reference):
 
 def test_a_corrupt_page_loses_only_the_parameters_on_it(config, reference):
     """All other parameters are read back."""
-    torch.manual_seed(0)
     engine = small_engine(blocks, config)
     run(engine, [])
     chunk = manager_of(engine)["param32", 3]
     assert chunk.disk_valid and not chunk.in_memory
-    other = os.open(f"/proc/self/fd/{swap_file_descriptor(engine)}", os.O_RDWR)
-    os.pwrite(other, b"\x55" * 64, chunk.disk_offset + 4096)
-    os.close(other)
-    on_page = [
-        param.name
-        for param in engine.inspect().parameters
-        if param.chunk == 3 and 1 in pages_of(param.offset, param.numel, 1024)
-    ]
+    overwrite(engine, {chunk.disk_offset + 4096: b"\x55" * 64})
+    in_chunk = [param for param in engine.inspect().parameters if param.chunk == 3]
+    on_page = [param.name for param in in_chunk if 1 in tiers.pages_of(param.offset, param.numel, 1024)]
     with pytest.raises(DiskError, match=r"can't read 4096 bytes of param32\[3\].*damaged") as raised:
         engine.state_dict()
     assert check_parameters(engine, raised.value, reference[1][-1:]) == on_page
 
 
 def test_an_optimizer_of_an_engine_that_was_closed_by_a_fault(engine):
-    fail(engine)
+    FAULTS["failure"][0](engine)
     with pytest.raises(DiskError):
         run(engine, [])
     for call in (engine.optimizer.step, engine.optimizer.zero_grad, engine.optimizer.state_dict):
@@ -316,33 +299,27 @@ def test_an_optimizer_of_an_engine_that_was_closed_by_a_fault(engine):
             call()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize("fault", [kill_readers, kill_writers, kill_one], ids=lambda fault: fault.__name__)
-def test_threads_that_die(config, tmp_path, reference, fault):
-    losses, states = reference
-    before = open_files()
-    torch.manual_seed(0)
-    engine, seen = small_engine(blocks, config), []
-    began = time.monotonic()
-    with pytest.raises(MoveError, match=rf"{CHUNK}.*a worker thread (died|was told to end)") as raised:
-        run(engine, seen, lambda number: number == 1 and fault(engine))
-        run(engine, [], lambda number: None)
-    assert time.monotonic() - began < 20
-    check_note(raised.value)
-    assert seen == losses[: len(seen)]
-    check_nothing_is_left(engine, tmp_path, before)
-    check_parameters(engine, raised.value, states)
-    del raised
-    check_another_engine_works(config, losses)
-
-
 def test_a_disk_that_refuses_writes_beyond_an_offset(config, tmp_path):
     """Reads and some writes still succeed."""
     before = open_files()
-    torch.manual_seed(0)
-    engine, seen = small_engine(blocks, config), []
-    run(engine, seen)
-    with files_no_larger_than(engine.inspect().disk.used_bytes // 2), pytest.raises(DiskError) as raised:
+    engine = small_engine(blocks, config)
+    run(engine, [])
+    with tiers.files_no_larger_than(engine.inspect().disk.used_bytes // 2), pytest.raises(DiskError) as raised:
         run(engine, [])
     check_message(raised.value, engine, "write", r"File too large.*free space there")
     check_nothing_is_left(engine, tmp_path, before)
+
+
+@pytest.mark.parametrize("update", ["delayed"], indirect=True)
+@pytest.mark.parametrize("index", range(6))
+def test_newer_parameters_that_a_step_cannot_read(engine, tmp_path, reference, index):
+    before = open_files() - 1  # the swap file
+    for number, batch in enumerate(inputs(2)):
+        engine.backward(mean_square(engine(*batch)))
+        if number == 0:
+            engine.optimizer.step()
+    fail_reads(engine, f"delayed16[{index}]", DiskError("no such sector"))
+    with pytest.raises(DiskError, match="no such sector") as raised:
+        engine.optimizer.step()
+    check_nothing_is_left(engine, tmp_path, before)
+    check_parameters(engine, raised.value, reference[1])

@@ -4,13 +4,12 @@ import functools
 
 import pytest
 import torch
-from torch import nn
-from toys import mean_square
+from seeded import engine_of
+from toys import inputs, layers, train
 
 import patrickstar as ps
-from patrickstar._engine.engine import Engine
 from patrickstar.errors import ConfigError, TrainingError
-from patrickstar.testing import NoMeter, assert_same_bits
+from patrickstar.testing import assert_same_bits
 
 TIERS = {
     "ample": {},
@@ -18,18 +17,8 @@ TIERS = {
     "disk": {"device_memory": "14KiB", "host_memory": "12MiB", "chunk_size": 2048},
 }
 INNER = {"AdamW": ps.AdamW(lr=1e-2), "RMSprop": functools.partial(torch.optim.RMSprop, lr=1e-2)}
-
-
-def build() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(32, 32) for _ in range(8)))
-
-
-def train(engine: ps.Engine, steps: int, first: int = 0) -> None:
-    for step in range(first, first + steps):
-        x = torch.randn(4, 32, generator=torch.Generator().manual_seed(step))
-        engine.backward(mean_square(engine(x)))
-        engine.optimizer.step()
+BATCHES = inputs(4, 32, rows=4)
+build = functools.partial(layers, 32, 8)
 
 
 def config(tier: str, tmp_path, **options) -> ps.Config:
@@ -37,15 +26,16 @@ def config(tier: str, tmp_path, **options) -> ps.Config:
     return ps.Config(**{"device": "cpu", "precision": "bf16"} | TIERS[tier] | disk | options)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("inner", INNER)
 @pytest.mark.parametrize("decay", [0.9, 0.25])
 def test_the_average_is_that_of_plain_pytorch(tier, inner, decay, tmp_path):
     options = config(tier, tmp_path, optimizer=ps.EMA(INNER[inner], decay=decay))
-    with Engine(build, options, meter=NoMeter(), poison=True) as engine:  # so that the copies below take no budget
+    with engine_of(build, options) as engine:
         plain = None
-        for step in range(4):
-            train(engine, 1, step)
+        for step, batch in enumerate(BATCHES):
+            train(engine, [batch])
             params = engine.state_dict()
             plain = plain or {name: value.clone() for name, value in params.items()}
             for name, value in params.items() if step else ():
@@ -69,27 +59,24 @@ def test_checkpoints_hold_the_average(tmp_path):
     options = config("ample", tmp_path, optimizer=ps.EMA(ps.AdamW(lr=1e-2), decay=0.9))
     states = []
     for resumed in (False, True):
-        engine, optimizer = ps.initialize(build, options)
+        engine = engine_of(build, options)
         if resumed:
             engine.load(tmp_path / "two")
         else:
-            train(engine, 2)
+            train(engine, BATCHES[:2])
             engine.save(tmp_path / "two")
-        train(engine, 2, first=2)
+        train(engine, BATCHES[2:])
         with engine.averaged():
             states.append(engine.state_dict())
         assert_same_bits(dict(engine.module.state_dict()), engine.state_dict(), "parameters")
-        assert all("ema" in optimizer.state[param] for param in engine.parameters())
+        assert all("ema" in engine.optimizer.state[param] for param in engine.parameters())
     assert_same_bits(*states, "averages of the resumed run")
 
 
 def test_it_counts_as_four_bytes_per_parameter(tmp_path):
-    sizes = []
-    for optimizer in (ps.AdamW(), ps.EMA(ps.AdamW())):
-        engine, _ = ps.initialize(build, config("ample", tmp_path, optimizer=optimizer, chunk_size=2048))
-        sizes.append(engine.layout.model_data_bytes)
-    numel = sum(chunk.numel for chunk in engine.layout.chunks)
-    assert sizes[1] - sizes[0] == 4 * numel
+    options = [config("half", tmp_path, optimizer=optimizer) for optimizer in (ps.AdamW(), ps.EMA(ps.AdamW()))]
+    plain, averaged = (engine_of(build, each).layout for each in options)
+    assert averaged.model_data_bytes - plain.model_data_bytes == 4 * sum(chunk.numel for chunk in plain.chunks)
 
 
 def test_misuse_is_named(tmp_path):
@@ -98,9 +85,10 @@ def test_misuse_is_named(tmp_path):
         pass
     with pytest.raises(ConfigError, match="decay"):
         ps.EMA(ps.AdamW(), decay=1.0)
-    with pytest.raises(ConfigError, match="not an optimizer that can be averaged"):
-        ps.EMA(3)
+    for optimizer in (3, ps.ScheduleFreeAdamW()):
+        with pytest.raises(ConfigError, match="is not an optimizer that can be averaged"):
+            ps.EMA(optimizer)
     engine, _ = ps.initialize(build, config("ample", tmp_path, optimizer=ps.EMA()))
-    engine.backward(mean_square(engine(torch.ones(2, 32))))
+    engine.backward(engine(torch.ones(2, 32)).float().square().mean())
     with pytest.raises(TrainingError, match="without stored gradients"), engine.averaged():
         pass

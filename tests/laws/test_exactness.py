@@ -1,9 +1,11 @@
 """Law 1, exactness: for any budget, chunk size and eviction, results are bit-identical to plain PyTorch."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling import draws
+from seeded import compare
 from toys import Shape, batches, train
 
 from patrickstar import testing
@@ -26,18 +28,7 @@ def test_any_device_budget(shape, chunk_size, precision, spare_bytes, wave_bytes
     """Budgets from the minimum of the largest operator upwards, with varying non-model data."""
     least = smallest_device_bytes(shape, chunk_size, precision)
     options = config(precision, chunk_size, device_memory=least + spare_bytes + wave_bytes)
-    expected = plain_run(shape, options)
-    torch.manual_seed(0)
-    engine = Engine(shape.build, options, meter=Waves(wave_bytes), poison=True)
-    assert train(engine, batches(4)) == expected[0]
-    testing.assert_same_bits(expected[1], engine.state_dict(), "parameters")
-    engine.close()
-
-
-def plain_run(shape: Shape, options) -> tuple[list[float], dict[str, torch.Tensor]]:
-    torch.manual_seed(0)
-    reference = testing.ReferenceTrainer(shape.build, options)
-    return train(reference, batches(4)), reference.state_dict()
+    compare(shape.build, options, lambda trainer: train(trainer, batches(4)), meter=Waves(wave_bytes))
 
 
 def test_a_wrong_bit_is_found():
@@ -51,9 +42,5 @@ def test_a_wrong_bit_is_found():
                 weight[0, 0] = torch.nextafter(weight[0, 0].detach().clone(), torch.tensor(9.0, dtype=weight.dtype))
         return []
 
-    try:
+    with pytest.raises(AssertionError, match=r"head\.weight"):
         testing.compare(shape.build, config("bf16", 256), script)
-    except AssertionError as error:
-        assert "head.weight" in str(error)
-    else:
-        raise AssertionError("one bit went unnoticed")

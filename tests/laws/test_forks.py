@@ -1,9 +1,12 @@
 """Children created by fork(): they do not inherit the chunks' memory, and both they and the engine work on."""
 
+import ctypes
 import gc
+import mmap
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -11,13 +14,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from seeded import engine_of
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
+from toys import train
 
 import patrickstar as ps
 from patrickstar import testing
 from patrickstar._checkpoint.direct_writer import DirectWriter
 from patrickstar._engine.engine import Engine
+from patrickstar._memory import vm_pool as pages
 from patrickstar._memory.host_arena import HostArena
 from patrickstar._memory.vm_pool import SYSTEM_PAGE, PagePool, VMRange, can_move_pages
 from patrickstar._memory.worker_pool import WorkerPool
@@ -47,13 +53,13 @@ def inherited(address: int, nbytes: int) -> list[str]:
     return mappings
 
 
-def in_child(function: Callable[[], object], seconds: float = 20.0) -> int:
+def in_child(function: Callable[[], object], seconds: int = 600) -> int:
     """Run a function in a forked child; return its exit status, or minus the signal number."""
     child = os.fork()
     if child == 0:
         status = 1
         try:
-            signal.alarm(int(seconds))
+            signal.alarm(seconds)
             function()
             gc.collect()
             status = 0
@@ -65,35 +71,33 @@ def in_child(function: Callable[[], object], seconds: float = 20.0) -> int:
 # Memory
 
 
-def test_the_host_arena_is_not_inherited():
+def test_the_host_arena_and_a_checkpoints_buffers_are_not_inherited(tmp_path):
     arena = HostArena(10 * SYSTEM_PAGE)
     assert not inherited(arena.memory.data_ptr(), 10 * SYSTEM_PAGE)
     arena.free(arena.allocate(8 * SYSTEM_PAGE), for_good=True)
     assert not inherited(arena.memory.data_ptr(), 10 * SYSTEM_PAGE)
+    file = DirectWriter(tmp_path / "file", 100, page_bytes=SYSTEM_PAGE)
+    assert not inherited(file._buffers.data_ptr(), file._buffers.numel())
+    file.abandon()
 
 
 @pytest.mark.skipif(not can_move_pages(), reason="this system can't move pages")
 def test_ranges_are_not_inherited_after_their_pages_have_moved():
     pool, ranges = PagePool(), [VMRange(8 * SYSTEM_PAGE), VMRange(5 * SYSTEM_PAGE), VMRange(11 * SYSTEM_PAGE)]
-
-    def check() -> None:
+    first, second, third = ranges
+    for move in (
+        lambda: None,
+        lambda: pool.commit(first),
+        lambda: pool.decommit(first),
+        lambda: pool.commit(second),  # gets a part of the first range's pages
+        lambda: pool.commit(third),  # the rest, and new pages
+        lambda: (pool.decommit(third), pool.trim(2 * SYSTEM_PAGE)),
+        lambda: pool.commit(first),
+        lambda: pool.release(second),
+    ):
+        move()
         for memory in ranges:
             assert not inherited(memory.address, memory.nbytes)
-
-    check()
-    pool.commit(ranges[0])
-    check()
-    pool.decommit(ranges[0])
-    for target in (ranges[1], ranges[2]):  # a part of the first range's pages, then the rest and new pages
-        pool.commit(target)
-        check()
-    pool.decommit(ranges[2])
-    pool.trim(2 * SYSTEM_PAGE)
-    check()
-    pool.commit(ranges[0])
-    check()
-    pool.release(ranges[1])
-    check()
 
 
 def test_buffers_of_worker_threads_are_not_inherited():
@@ -110,22 +114,11 @@ def test_buffers_of_worker_threads_are_not_inherited():
     pool.close()
 
 
-def test_buffers_of_a_checkpoints_file_are_not_inherited(tmp_path):
-    file = DirectWriter(tmp_path / "file", 100, page_bytes=SYSTEM_PAGE)
-    assert not inherited(file._buffers.data_ptr(), file._buffers.numel())
-    file.abandon()
-
-
 def test_a_child_keeps_its_own_mappings_at_addresses_of_its_parent():
     """Finalizers of the parent's memory do not unmap the child's memory."""
 
     def use_the_addresses() -> None:
         nonlocal memory, arena
-        import ctypes
-        import mmap
-
-        from patrickstar._memory import vm_pool as pages
-
         addresses = [(memory.address, memory.nbytes), (arena.memory.data_ptr(), 4 * SYSTEM_PAGE)]
         for address, nbytes in addresses:
             flags = pages.RESERVE | pages._MAP_FIXED
@@ -148,15 +141,11 @@ def build() -> nn.Module:
 
 
 def new_engine(**options: object) -> Engine:
-    torch.manual_seed(0)
-    return Engine(build, config("bf16", 4096, **options), meter=testing.NoMeter(), evict_everything=True, poison=True)
+    return engine_of(build, config("bf16", 4096, **options), evict_everything=True)
 
 
 def step(engine: Engine) -> float:
-    loss = engine(torch.ones(2, 6)).float().square().mean()
-    engine.backward(loss)
-    engine.optimizer.step()
-    return loss.item()
+    return train(engine, [(torch.ones(2, 6),)])[0].item()
 
 
 def test_a_child_that_drops_or_closes_the_engine_ends_without_error():
@@ -174,18 +163,13 @@ def test_a_child_that_drops_or_closes_the_engine_ends_without_error():
         model = None
         drop()
 
-    def close() -> None:
-        engine.close()
-
-    for function in (lambda: None, drop, drop_the_model_too, close):
+    for function in (lambda: None, drop, drop_the_model_too, lambda: engine.close()):
         assert in_child(function) == 0, function
         losses.append(step(engine))
     assert engine.optimizer is not None
     expected = new_engine()
     assert losses == [step(expected) for _ in losses]
     testing.assert_same_bits(expected.state_dict(), engine.state_dict(), "parameters")
-    expected.close()
-    engine.close()
 
 
 def test_a_child_that_exits_the_interpreter_ends_without_error():
@@ -193,7 +177,8 @@ def test_a_child_that_exits_the_interpreter_ends_without_error():
     script = """
 import os, sys, torch, patrickstar as ps
 model = torch.nn.Sequential(torch.nn.Linear(6, 40), torch.nn.Linear(40, 3))
-engine, optimizer = ps.initialize(model, ps.Config(device="cpu", chunk_size=256, activation_offload=True))
+config = ps.Config(device="cpu", precision="fp32", chunk_size=256, activation_offload=True)
+engine, optimizer = ps.initialize(model, config)
 def step():
     engine.backward(engine(torch.ones(2, 6)).float().square().mean())
     optimizer.step()
@@ -204,9 +189,7 @@ if child == 0:
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 step()
 """
-    import subprocess
-
-    options = {"timeout": 60, "capture_output": True, "text": True}
+    options = {"timeout": 600, "capture_output": True, "text": True}
     done = subprocess.run([sys.executable, "-W", "ignore::DeprecationWarning", "-c", script], **options)
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -220,7 +203,6 @@ def test_a_child_that_uses_the_engine_gets_an_error_with_its_owner():
                 call()
 
     assert in_child(use) == 0
-    engine.close()
 
 
 class Numbers(Dataset):
@@ -241,11 +223,7 @@ def test_data_loader_workers_do_not_change_results(room):
         losses = []
         for _ in range(2):  # the second pass forks while chunks have been in use
             for batch in DataLoader(Numbers(), batch_size=3, num_workers=2, multiprocessing_context="fork"):
-                loss = trainer(batch).float().square().mean()
-                trainer.backward(loss)
-                optimizer.step()
-                optimizer.zero_grad()
-                losses.append(loss.detach().clone())
+                losses += train(trainer, [(batch,)])
         assert len(losses) == 8
         return losses
 

@@ -2,20 +2,17 @@
 
 import random
 
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling import draws
+from seeded import compare
 from toys import batches, train
 
-from patrickstar import testing
-from patrickstar._engine.engine import Engine
 from patrickstar._kernels.cpp_backend import CppBackend
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.eager_backend import EagerBackend
 
 from .models import chunk_sizes, config, precisions, shapes
-from .test_exactness import plain_run
 
 
 class RandomKernels(Kernels):
@@ -23,11 +20,8 @@ class RandomKernels(Kernels):
 
     def __init__(self, seed: int) -> None:
         super().__init__(CppBackend.find())
-        native = (
-            []
-            if self.cpp is None
-            else [CppBackend.find(variant, threads) for variant in self.cpp.variants() for threads in (1, 3)]
-        )
+        found = () if self.cpp is None else self.cpp.variants()
+        native = [CppBackend.find(variant, threads) for variant in found for threads in (1, 3)]
         self.implementations = [EagerBackend(), *native]
         self.random = random.Random(seed)
 
@@ -41,12 +35,5 @@ class RandomKernels(Kernels):
 @settings(max_examples=draws(25), deadline=None, print_blob=True)
 @given(shapes, chunk_sizes, precisions, st.integers(0, 1000))
 def test_every_chunk_updated_by_another_implementation(shape, chunk_size, precision, seed):
-    options = config(precision, chunk_size)
-    losses, state = plain_run(shape, options)
-    torch.manual_seed(0)
-    engine = Engine(
-        shape.build, options, meter=testing.NoMeter(), kernels=RandomKernels(seed), evict_everything=True, poison=True
-    )
-    assert train(engine, batches(4)) == losses
-    testing.assert_same_bits(state, engine.state_dict(), "parameters")
-    engine.close()
+    hooks = {"kernels": RandomKernels(seed), "evict_everything": True}
+    compare(shape.build, config(precision, chunk_size), lambda trainer: train(trainer, batches(4)), **hooks)

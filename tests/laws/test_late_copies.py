@@ -11,6 +11,7 @@ import pytest
 import torch
 from late_copies import LateHardware, LateKernels, LateTransfer
 from probes import record_accesses
+from seeded import assert_same_model, engine_of, reference_of
 from toys import Shape, batches, train
 
 import patrickstar as ps
@@ -27,8 +28,6 @@ from patrickstar.errors import BudgetError
 from .models import config
 from .tiers import small_engine, with_budgets
 
-SCHEDULES_PER_TEST = 10
-
 
 def random_shape(choice: random.Random) -> Shape:
     kinds = choice.choices(["mlp", "attention", "plain"], k=choice.randint(1, 4))
@@ -36,10 +35,7 @@ def random_shape(choice: random.Random) -> Shape:
 
 
 def random_loop(choice: random.Random, precision: str, data: Callable[..., Any] = batches) -> testing.Script:
-    """Draw a loop of five steps with accumulation, clipping, optimizer-in-backward, evaluation, save and load.
-
-    `data` returns a number of batches of token ids of some length.
-    """
+    """Draw a loop of five steps with accumulation, clipping, updates in backward, evaluation, save and load."""
     steps = [
         {
             "accumulation": choice.choice([1, 1, 2]),
@@ -61,10 +57,10 @@ def random_loop(choice: random.Random, precision: str, data: Callable[..., Any] 
                 trainer.train()
             if step["save_and_load"]:
                 trainer.load_state_dict({name: value.clone() for name, value in trainer.state_dict().items()})
-            early = step["update"] and not step["clip"] and step["accumulation"] == 1
+            update = step["update"] and not step["clip"] and step["accumulation"] == 1
             for batch in data(step["accumulation"], step["length"]):
                 loss = trainer(*batch)
-                trainer.backward(loss, **({"update": True} if early else {}))
+                trainer.backward(loss, **({"update": True} if update else {}))
                 results.append(loss.detach().clone())
             if step["clip"]:
                 results.append(trainer.clip_grad_norm_(0.1).clone())
@@ -84,90 +80,90 @@ def least_device_bytes(shape: Shape, options: ps.Config, script: testing.Script)
     return max(sizes, default=0)
 
 
-def run_schedule(seed: int, directory, failures: float = 0.0) -> LateHardware | None:
-    """Train a random model in a random loop with random budgets; return None if the budgets are too small."""
+def run_drawn(
+    seed: int, directory, begin: Callable[[], dict], data=batches, check=lambda engine: None, **kinds
+) -> ps.StepStats | None:
+    """Train a random model in a random loop with random budgets, and compare it with plain PyTorch.
+
+    `begin` returns hooks of the engine, before it is created; `check` is called with it after training; `kinds` are
+    more options of `Config`. Return the statistics, or None if the budgets are too small.
+    """
     choice = random.Random(seed)
     shape, precision = random_shape(choice), choice.choice(["bf16", "fp16", "fp32"])
-    chunk_size = choice.choice([256, 700, 4096, "auto"])
-    script = random_loop(choice, precision)
-    least = least_device_bytes(shape, config(precision, chunk_size), script)
-    options = config(precision, chunk_size, device_memory=least + choice.choice([0, 700, 4000]))
+    options = config(precision, choice.choice([256, 700, 4096, "auto"])).model_copy(update=kinds)
+    script = random_loop(choice, precision, data)
+    least = least_device_bytes(shape, options.model_copy(update={"host_memory": None}), script)
+    options = with_budgets(options, least + choice.choice([0, 700, 4000]), options.host_memory)
     options = options.model_copy(update={"activation_offload": choice.random() < 0.3})
     if choice.random() < 0.3:
-        host = 60 * 1024 + choice.randint(0, 30000)
-        options = with_budgets(options, options.device_memory, host, ps.Disk(directory))
-    torch.manual_seed(0)
-    reference = testing.ReferenceTrainer(shape.build, options)
+        options = with_budgets(options, options.device_memory, 60 * 1024 + choice.randint(0, 30000), ps.Disk(directory))
+    reference = reference_of(shape.build, options)
     expected = script(reference, reference.optimizer)
-    torch.manual_seed(0)
-    hardware = LateHardware(seed, failures)
+    hooks = begin()
     try:
-        engine = small_engine(
-            shape.build,
-            options,
-            hardware=hardware,
-            kernels=LateKernels(CppBackend.find()),
-            evict_everything=choice.random() < 0.3,
-        )
+        engine = small_engine(shape.build, options, evict_everything=choice.random() < 0.3, **hooks)
     except BudgetError:
         return None
     try:
         testing.assert_same_bits(expected, script(engine, engine.optimizer), f"schedule {seed}: results of the loop")
-        testing.assert_same_bits(reference.state_dict(), engine.state_dict(), f"schedule {seed}: parameters")
-        testing._assert_same_states(reference.optimizer.state_dict(), engine.optimizer.state_dict())
-        hardware.check_pending()
-        hardware.memory_retries = engine.stats.total.memory_retries
+        assert_same_model(reference, engine, f"schedule {seed}: ")
+        check(engine)
+        return engine.stats.total
     except BudgetError as error:
         if "grad32" not in str(error):
             raise
         return None  # The check before training does not count gradient lists.
     finally:
         engine.close()
-    return hardware
 
 
-def run_schedules(first: int, directory, failures: float = 0.0) -> list[LateHardware]:
-    """Run `SCHEDULES_PER_TEST` schedules, most of which must have sufficient budgets."""
-    seeds = range(first, first + SCHEDULES_PER_TEST)
-    ran = [hardware for seed in seeds if (hardware := run_schedule(seed, directory, failures)) is not None]
-    assert len(ran) > SCHEDULES_PER_TEST // 2, f"only {len(ran)} of the schedules from {first} on ran"
-    return ran
+def run_schedules(seeds: range, directory, failures: float = 0.0) -> tuple[int, int]:
+    """Run schedules, most of which must have sufficient budgets; return the numbers of copies and of retries."""
+    ran = []
+    for seed in seeds:
+        hardware = LateHardware(seed, failures)
+        hooks = {"hardware": hardware, "kernels": LateKernels(CppBackend.find())}
+        stats = run_drawn(
+            seed, directory, lambda hooks=hooks: hooks, check=lambda _, hardware=hardware: hardware.check_pending()
+        )
+        if stats is not None:
+            ran.append((hardware.queued, stats.memory_retries))
+    assert len(ran) > len(seeds) // 2, f"only {len(ran)} of {seeds} ran"
+    return sum(queued for queued, _ in ran), sum(retries for _, retries in ran)
 
 
 def some_are_slow(count: int, fast: int) -> list:
-    """Return the first seeds of tests that run `count` schedules, of which those from `fast` on are slow tests."""
+    """Return ranges of ten seeds, `count` in all, for tests, of which those from `fast` on are slow."""
     return [
-        pytest.param(first, marks=[pytest.mark.slow] if first >= fast else [])
-        for first in range(0, count, SCHEDULES_PER_TEST)
+        pytest.param(range(first, first + 10), marks=[pytest.mark.slow] if first >= fast else [], id=str(first))
+        for first in range(0, count, 10)
     ]
 
 
-@pytest.mark.parametrize("first", some_are_slow(200, fast=10))
-def test_no_schedule_of_late_copies_changes_results(first, tmp_path):
-    assert sum(hardware.queued for hardware in run_schedules(first, tmp_path)) > 0, "no copy was queued"
+@pytest.mark.parametrize("seeds", some_are_slow(200, fast=10))
+def test_no_schedule_of_late_copies_changes_results(seeds, tmp_path):
+    assert run_schedules(seeds, tmp_path)[0] > 0, "no copy was queued"
 
 
-@pytest.mark.parametrize("first", some_are_slow(100, fast=10))
-def test_a_failed_allocation_is_retried_and_does_not_change_results(first, tmp_path):
-    assert sum(hardware.memory_retries for hardware in run_schedules(first, tmp_path, failures=0.1)) > 0
+@pytest.mark.parametrize("seeds", some_are_slow(100, fast=10))
+def test_a_failed_allocation_is_retried_and_does_not_change_results(seeds, tmp_path):
+    assert run_schedules(seeds, tmp_path, failures=0.1)[1] > 0
 
 
 def test_an_allocation_that_fails_twice_is_an_error_and_training_can_continue():
     shape = Shape(("mlp", "mlp", "mlp"))
     options = config("bf16", 256, device_memory=4000)
-    torch.manual_seed(0)
-    reference = testing.ReferenceTrainer(shape.build, options)
+    reference = reference_of(shape.build, options)
     expected = train(reference, batches(2)), train(reference, batches(3))
-    torch.manual_seed(0)
     hardware = LateHardware(seed=0, failures_in_a_row=2)
-    engine = Engine(shape.build, options, meter=testing.NoMeter(), poison=True, hardware=hardware)
-    assert train(engine, batches(2)) == expected[0]
-    hardware.failures = 1.0
-    with pytest.raises(BudgetError, match=r"param16\[\d\] needs \d+ bytes .* failed twice.*no \d+ contiguous bytes"):
-        engine(*batches(1)[0])
-    hardware.failures = 0.0
-    assert train(engine, batches(3)) == expected[1]
-    engine.close()
+    message = r"param16\[\d\] needs \d+ bytes .* failed twice.*no \d+ contiguous bytes"
+    with engine_of(shape.build, options, hardware=hardware) as engine:
+        assert train(engine, batches(2)) == expected[0]
+        hardware.failures = 1.0
+        with pytest.raises(BudgetError, match=message):
+            engine(*batches(1)[0])
+        hardware.failures = 0.0
+        assert train(engine, batches(3)) == expected[1]
 
 
 def test_the_host_does_not_wait_for_copies_to_the_device():
@@ -175,14 +171,12 @@ def test_the_host_does_not_wait_for_copies_to_the_device():
     shape = Shape(("mlp", "mlp", "mlp"))
     hardware = LateHardware(seed=0)
     options = config("bf16", 512, device_memory=6000)
-    engine = Engine(shape.build, options, meter=testing.NoMeter(), poison=True, hardware=hardware)
-    with torch.no_grad():
+    with engine_of(shape.build, options, hardware=hardware) as engine, torch.no_grad():
         engine(*batches(1)[0])
         queued, waited = hardware.queued, hardware.host_waits
         engine(*batches(1)[0])
     assert hardware.queued - queued > 5, "the budget is large enough for everything"
     assert hardware.host_waits == waited
-    engine.close()
 
 
 def no_order(monkeypatch):
@@ -192,9 +186,9 @@ def no_order(monkeypatch):
 
 def no_wait_before_host_memory_is_freed(monkeypatch):
     """Reuse host memory while a copy may still read it."""
-    kept = []  # a copy into memory that is unmapped would end the process
+    mapped = []  # a copy into memory that is unmapped would end the process
     close = HostArena.close
-    monkeypatch.setattr(HostArena, "close", lambda arena: (kept.append(arena.memory), close(arena)))
+    monkeypatch.setattr(HostArena, "close", lambda arena: (mapped.append(arena.memory), close(arena)))
     monkeypatch.setattr("patrickstar._memory.host_tier._wait_for_transfers", lambda chunk: None)
 
 
@@ -220,20 +214,20 @@ def device_memory_is_reused_at_once(monkeypatch):
     monkeypatch.setattr(ChunkTransfers, "start_eviction", evict_at_once)
 
 
-@pytest.mark.parametrize(
-    ("fault", "likely"),
-    [
-        (no_order, 0),
-        (no_wait_before_host_memory_is_freed, 40),
-        (no_wait_before_the_host_writes, 0),
-        (device_memory_is_reused_at_once, 0),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_a_missing_wait_is_found(fault, likely, monkeypatch, tmp_path):
-    """Check the simulation itself: with an injected fault a schedule fails, most likely one from `likely` on."""
+FAULTS = {
+    no_order: 0,
+    no_wait_before_host_memory_is_freed: 40,
+    no_wait_before_the_host_writes: 0,
+    device_memory_is_reused_at_once: 0,
+}
+"""With the first seed of the schedules that most likely fail."""
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_missing_wait_is_found(fault, monkeypatch, tmp_path):
+    """Check the simulation itself: with an injected fault a schedule fails."""
     fault(monkeypatch)
     found = "schedule .* differs|source of a copy was overwritten|device memory was freed"
     with pytest.raises(AssertionError, match=found):
-        for first in (likely, *range(0, 200, SCHEDULES_PER_TEST)):
-            run_schedules(first, tmp_path)
+        for first in (FAULTS[fault], *range(0, 200, 10)):
+            run_schedules(range(first, first + 10), tmp_path)

@@ -3,21 +3,21 @@
 import random
 
 import pytest
-import torch
 from lock_free_cases import HOST_BYTES, IN_MEMORY, config_of, engine_with, on_disk, run_random, run_three
-from speculation_cases import DELAYED_EVENTS, PARAM16_BYTES, build, loop
+from seeded import reference_of
+from speculation_cases import DELAYED_EVENTS, PARAM16_BYTES, build, loop, step
+from toys import train
 
 import patrickstar as ps
 from patrickstar import testing
 from patrickstar._step.disk_optimizer_step import DiskOptimizerStep
 
-from .test_delayed import run_step
 from .test_late_copies import some_are_slow
-from .tiers import Room, blocks, inputs, mean_square, options, small_engine
+from .tiers import Room, blocks, inputs, options, small_engine
 from .tiers import on_disk as least_budgets_on_disk
 
-RUNS_PER_TEST = 10
 STEPS = 8
+USUAL = loop([[]] * STEPS, [1] * STEPS)
 
 
 @pytest.fixture
@@ -43,8 +43,7 @@ def sluggish(monkeypatch):
 def test_run_replay_and_reference_agree(share, replayed, precision, sluggish, tmp_path):
     sluggish(share)
     host = dict(host_memory=HOST_BYTES + PARAM16_BYTES) if precision == "fp32" else {}
-    script = loop([[]] * STEPS, [1] * STEPS)
-    stats = run_three(script, tmp_path, replayed=replayed, **on_disk(tmp_path) | host, precision=precision)
+    stats = run_three(USUAL, tmp_path, replayed=replayed, **on_disk(tmp_path) | host, precision=precision)
     assert stats.disk_write_bytes > 0 and stats.staleness > 0 and stats.peak_staleness <= 4
 
 
@@ -55,7 +54,7 @@ def test_gradients_that_no_update_has_used_are_never_older(max_staleness, sluggi
     with engine_with(config) as engine:
         found = []
         for number in range(STEPS):
-            run_step(engine, number)
+            step(engine, number)
             found.append(engine.stats.last.peak_staleness)
         assert found[: max_staleness + 1] == list(range(max_staleness + 1)) and max(found) == max_staleness
 
@@ -65,40 +64,30 @@ def test_with_a_staleness_of_one_the_bits_are_those_of_a_delayed_update(sluggish
     config = least_budgets_on_disk(
         blocks, options(update=ps.LockFree(max_staleness=1, after=1)), tmp_path, inputs(1)[0], Room()
     )
-    torch.manual_seed(0)
-    delayed = testing.ReferenceTrainer(blocks, options(update=ps.Delayed(after=1)))
-    torch.manual_seed(0)
+    delayed = reference_of(blocks, options(update=ps.Delayed(after=1)))
     with small_engine(blocks, config) as engine:
         for batch in inputs(STEPS):
-            losses = []
-            for trainer in (delayed, engine):
-                losses.append(mean_square(trainer(*batch)))
-                trainer.backward(losses[-1])
-                trainer.optimizer.step()
-            testing.assert_same_bits([losses[0].detach()], [losses[1].detach()], "loss")
+            testing.assert_same_bits(train(delayed, [batch]), train(engine, [batch]), "loss")
         assert engine.stats.last.staleness == 1, "some states are in memory"
 
 
 @pytest.mark.parametrize("after", [0, 1, 4, 40])
 def test_updates_before_the_first_lock_free_one_are_exact(after, tmp_path):
-    run_three(loop([[]] * STEPS, [1] * STEPS), tmp_path, after, **on_disk(tmp_path))
+    run_three(USUAL, tmp_path, after, **on_disk(tmp_path))
 
 
 def test_states_in_memory_are_updated_in_the_step_on_a_cpu(tmp_path):
     """Then nothing is late: the bits are those of plain PyTorch."""
-    script = loop([[]] * STEPS, [1] * STEPS)
     config = config_of(ps.LockFree(after=1), **IN_MEMORY)
-    torch.manual_seed(0)
-    exact = testing.ReferenceTrainer(build, config.model_copy(update={"update": None}))
+    exact = reference_of(build, config.model_copy(update={"update": None}))
     with engine_with(config) as engine:
-        testing.assert_same_bits(script(exact), script(engine), "results")
+        testing.assert_same_bits(USUAL(exact), USUAL(engine), "results")
         assert engine.stats.total.peak_staleness == 0
 
 
 def test_sums_in_16_bits(sluggish, tmp_path):
     sluggish(0.9)
-    script = loop([[]] * STEPS, [1] * STEPS)
-    run_three(script, tmp_path, gradient_dtype="16-bit", replayed=IN_MEMORY, **on_disk(tmp_path))
+    run_three(USUAL, tmp_path, gradient_dtype="16-bit", replayed=IN_MEMORY, **on_disk(tmp_path))
 
 
 @pytest.mark.parametrize("event", DELAYED_EVENTS[1:])
@@ -108,10 +97,10 @@ def test_whatever_happens_before_the_step(event, sluggish, tmp_path):
     run_three(script, tmp_path, replayed=IN_MEMORY, **on_disk(tmp_path))
 
 
-@pytest.mark.parametrize("first", some_are_slow(100, fast=10))
-def test_random_loops(first, sluggish, tmp_path):
+@pytest.mark.parametrize("seeds", some_are_slow(100, fast=10))
+def test_random_loops(seeds, sluggish, tmp_path):
     tested = 0
-    for seed in range(first, first + RUNS_PER_TEST):
+    for seed in seeds:
         sluggish(random.Random(seed).choice([0.0, 0.5, 0.9, 1.0]), seed)
         tested += run_random(seed, tmp_path)
-    assert tested > RUNS_PER_TEST // 2
+    assert tested > len(seeds) // 2

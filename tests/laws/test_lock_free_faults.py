@@ -6,29 +6,24 @@ import warnings
 from pathlib import Path
 
 import pytest
+import speculation_cases as cases
 import torch
-from lock_free_cases import HOST_BYTES, config_of, engine_with
+from lock_free_cases import HOST_BYTES, config_of, engine_with, replaying
 from probes import optimizer_step_of
+from seeded import assert_same_model, reference_of
 from speculation_cases import backward
-from toys import mean_square, train
+from toys import train
 
 import patrickstar as ps
 from patrickstar import testing
 from patrickstar._engine.engine import Engine
 from patrickstar._step.disk_optimizer_step import DiskOptimizerStep
-from patrickstar.errors import ConfigError, MoveError, TrainingError
+from patrickstar.errors import ConfigError, DiskError, MoveError, TrainingError
 
-from .test_disk_faults import (
-    CHUNK,
-    FAULTS,
-    check_message,
-    check_nothing_is_left,
-    kill_one,
-    kill_readers,
-    kill_writers,
-    run,
-)
+from .test_disk_faults import CHUNK, FAULTS, KILLS, check_message, check_nothing_is_left, run
 from .tiers import Room, blocks, inputs, last_save_of_a_killed_run, on_disk, open_files, options, small_engine
+
+UPDATE = ps.LockFree(after=1, max_staleness=2)
 
 
 @pytest.fixture
@@ -41,11 +36,9 @@ def folders(tmp_path):
 @pytest.fixture
 def engine(folders):
     swap, folder = folders
-    update = ps.LockFree(after=1, max_staleness=2, log=folder / "log")
-    config = on_disk(blocks, options(update=update), swap, inputs(1)[0], Room(host_bytes=20000))
-    (folder / "log").unlink()  # of the engines that found the budgets
-    torch.manual_seed(0)
-    made = small_engine(blocks, config)
+    config = on_disk(blocks, options(update=UPDATE), swap, inputs(1)[0], Room(host_bytes=20000))
+    logged = UPDATE.model_copy(update={"log": folder / "log"})
+    made = small_engine(blocks, config.model_copy(update={"update": logged}))
     yield made
     made.close()
 
@@ -56,21 +49,16 @@ def possible_states(log, steps):
     with log.open("a") as file:  # the step that failed has left no line
         file.write(json.dumps({"step": steps + 1, "updates": []}) + "\n")
     for completes in (False, True):
-        torch.manual_seed(0)
-        update = ps.LockFree(after=1, max_staleness=2, replay=log)
-        trainer = testing.ReferenceTrainer(blocks, options(update=update), testing.LockFreeOptimizer)
+        update = UPDATE.model_copy(update={"replay": log})
+        trainer = reference_of(blocks, options(update=update), testing.LockFreeOptimizer)
         batches = inputs(steps + 1)
         train(trainer, batches[:steps])
         if completes:
             trainer.optimizer.complete()
-        states.append({name: value.clone() for name, value in masters_of(trainer).items()})
+        states.append({name: trainer.master(param).clone() for name, param in trainer.module.named_parameters()})
         train(trainer, batches[steps:])
         states.append(trainer.state_dict())
     return states
-
-
-def masters_of(trainer):
-    return {name: trainer.master(param) for name, param in trainer.module.named_parameters()}
 
 
 def check_whole_updates(engine, error, log):
@@ -84,26 +72,26 @@ def check_whole_updates(engine, error, log):
             assert torch.stack([param.detach() == state[name] for state in states]).any(dim=0).all(), name
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("when", [1, 2])
 def test_a_disk_that_fails(engine, folders, fault, when):
     swap, folder = folders
     before = open_files() - 2  # the swap file and the log
-    kind, operation, reason = FAULTS[fault]
-    with pytest.raises(kind) as raised:
-        run(engine, [], lambda number: number == when and fault(engine))
+    act, operation, reason = FAULTS[fault]
+    with pytest.raises(DiskError) as raised:
+        run(engine, [], lambda number: number == when and act(engine))
     check_message(raised.value, engine, operation, reason)
     check_nothing_is_left(engine, swap, before)
     check_whole_updates(engine, raised.value, folder / "log")
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize("fault", [kill_readers, kill_writers, kill_one], ids=lambda fault: fault.__name__)
-def test_threads_that_die(engine, folders, fault):
+@pytest.mark.parametrize("kill", KILLS)
+def test_threads_that_die(engine, folders, kill):
     swap, folder = folders
     before = open_files() - 2
     with pytest.raises(MoveError, match=rf"{CHUNK}.*a worker thread (died|was told to end)") as raised:
-        run(engine, [], lambda number: number == 1 and fault(engine))
+        run(engine, [], lambda number: number == 1 and KILLS[kill](engine))
         run(engine, [])
     check_nothing_is_left(engine, swap, before)
     if engine.stats.total.steps < 4:
@@ -116,21 +104,11 @@ def trained(
     """Train from step `first` to `last`, from a checkpoint of the step before if there is one; print each step."""
     update = ps.LockFree(after=2, log=None if replay else folder / "log", replay=replay)
     engine = engine_with(config_of(update, host_memory=HOST_BYTES, disk=ps.Disk(disk or folder)))
-    if (folder / f"step {first - 1}").exists():
-        engine.load(folder / f"step {first - 1}")
-    for step in range(first, last + 1):
-        backward(engine, step)
-        if saves:
-            print(step, flush=True)
-        engine.optimizer.step()
-        engine.optimizer.zero_grad()
-        if saves and step % 2 == 0:
-            engine.save(folder / f"step {step}", wait=step % 4 == 0)
-    return engine
+    return cases.trained(engine, folder, first, last, 2 * saves)
 
 
 def test_a_killed_run_goes_on_and_its_log_with_it(tmp_path):
-    saved = last_save_of_a_killed_run("test_lock_free_faults", tmp_path, lambda line: int(line) == 9)
+    saved = last_save_of_a_killed_run(trained, tmp_path, lambda step, speculated: step == 9)
     assert saved >= 6
     with trained(tmp_path, saved + 1, saved + 4) as resumed:
         state, optimizer = resumed.state_dict(), resumed.optimizer.state_dict()
@@ -147,8 +125,7 @@ def test_a_checkpoint_holds_all_gradients_and_goes_on_in_any_mode(tmp_path, monk
         engine.save(tmp_path / "step 5")
         with engine_with(config_of(None, host_memory="4MiB")) as exact:
             exact.load(tmp_path / "step 5")
-            testing.assert_same_bits(engine.state_dict(), exact.state_dict(), "masters")
-            testing._assert_same_states(engine.optimizer.state_dict(), exact.optimizer.state_dict())
+            assert_same_model(engine, exact)
             testing.assert_same_bits([backward(exact, 9)], [backward(engine, 9)], "loss after a save")
 
 
@@ -160,35 +137,28 @@ def test_a_replay_of_another_course_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(DiskOptimizerStep, "progress", progress)
     config = config_of(ps.LockFree(after=2, replay=tmp_path / "log"), host_memory="4MiB")
     with engine_with(config) as engine:
-        for step in range(1, 5):
-            backward(engine, step)
-            engine.optimizer.step()
+        cases.trained(engine, tmp_path, 1, 4)
         engine.optimizer.flush()  # the run did not
         with pytest.raises(TrainingError, match=r"differs from the log .* chunk \d+ used gradients of steps \d+ to"):
-            for step in range(5, 9):
-                backward(engine, step)
-                engine.optimizer.step()
+            cases.trained(engine, tmp_path, 5, 8)
 
 
 def test_a_log_that_cannot_be_used_is_refused(tmp_path):
+    other = json.dumps({"format": 7, "chunks": {}}) + "\n"
+    (tmp_path / "thesis.txt").write_text("years of work")
     for name, content, reason in [
         ("missing", None, "can't be read"),
         ("empty", "", "no description of pages"),
         ("text", "hello\n", "line 1 is invalid"),
-        ("other", json.dumps({"format": 7, "chunks": {}}) + "\n", "format 7 is unknown"),
+        ("other", other, "format 7 is unknown"),
     ]:
         if content is not None:
             (tmp_path / name).write_text(content)
         with pytest.raises(ConfigError, match=f"{name}.*{reason}"):
             engine_with(config_of(ps.LockFree(replay=tmp_path / name), host_memory="4MiB"))
-    with pytest.raises(ConfigError, match=r"can't be written"):
-        engine_with(config_of(ps.LockFree(log=tmp_path / "no folder" / "log"), host_memory="4MiB"))
-
-
-def test_a_file_that_is_no_log_is_not_written(tmp_path):
-    (tmp_path / "thesis.txt").write_text("years of work")
-    with pytest.raises(ConfigError, match="exists and is no log of updates"):
-        engine_with(config_of(ps.LockFree(log=tmp_path / "thesis.txt"), host_memory="4MiB"))
+    for name, reason in (("no folder/log", "can't be written"), ("thesis.txt", "exists and is no log of updates")):
+        with pytest.raises(ConfigError, match=reason):
+            engine_with(config_of(ps.LockFree(log=tmp_path / name), host_memory="4MiB"))
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
 
 
@@ -219,18 +189,13 @@ def test_a_forked_process_does_not_hold_the_log(tmp_path):
 def test_a_run_that_was_resumed_with_other_chunks_is_replayed_in_part(tmp_path):
     with trained(tmp_path, 1, 4) as engine:
         engine.save(tmp_path / "step 4")
-    options = dict(host_memory="4MiB", chunk_size="6KiB")
-    with engine_with(config_of(ps.LockFree(after=2, log=tmp_path / "log"), **options)) as engine:
-        engine.load(tmp_path / "step 4")
-        expected = [backward(engine, 5)]
-        engine.optimizer.step()
-        expected += engine.state_dict().values()
-    update = ps.LockFree(after=2, replay=tmp_path / "log")
-    with engine_with(config_of(update, **options)) as engine:
-        engine.load(tmp_path / "step 4")
-        found = [backward(engine, 5)]
-        engine.optimizer.step()
-        testing.assert_same_bits(expected, [*found, *engine.state_dict().values()], "replay")
+    config = config_of(ps.LockFree(after=2, log=tmp_path / "log"), host_memory="4MiB", chunk_size="6KiB")
+    results = []
+    for each in (config, replaying(config, tmp_path / "log")):
+        with engine_with(each) as engine:
+            engine.load(tmp_path / "step 4")
+            results.append([cases.step(engine, 5), *engine.state_dict().values()])
+    testing.assert_same_bits(*results, "replay")
     with pytest.raises(ConfigError, match=r"of other chunks.*step 5 can't be replayed"):
         trained(tmp_path / "none", 1, 6, replay=tmp_path / "log", disk=tmp_path)
 
@@ -279,9 +244,7 @@ def test_a_line_that_a_killed_run_has_not_completed_is_void(tmp_path):
 def test_a_full_disk_under_the_log_is_said_once_and_stops_no_training():
     update = ps.LockFree(after=1, log="/dev/full")
     with engine_with(config_of(update, host_memory="4MiB")) as engine, pytest.warns(UserWarning) as warned:
-        for step in range(3):
-            backward(engine, step)
-            engine.optimizer.step()
+        cases.trained(engine, Path("none"), 1, 3)
     (message,) = [str(warning.message) for warning in warned]
     assert "log of updates '/dev/full' can't be written" in message and "No space left" in message
 
@@ -314,10 +277,7 @@ def test_a_step_that_was_interrupted_goes_on_where_it_stopped(monkeypatch):
 
 def test_the_engine_of_a_folder_is_the_model_of_its_masters(engine):
     """After `close` the parameters contain all gradients."""
-    batches = inputs(4)
-    for batch in batches:
-        engine.backward(mean_square(engine(*batch)))
-        engine.optimizer.step()
+    train(engine, inputs(4))
     state = engine.state_dict()
     engine.close()
     for name, param in engine.module.named_parameters():

@@ -6,9 +6,10 @@ from contextlib import suppress
 import pytest
 import speculation_cases as cases
 import torch
-from lock_free_cases import IN_MEMORY, config_of, engine_with, on_disk, reference_with
+from lock_free_cases import IN_MEMORY, config_of, engine_with, on_disk, reference_with, replaying
 from probes import manager_of, optimizer_step_of
-from speculation_cases import backward
+from seeded import engine_of
+from speculation_cases import backward, step
 from torch import nn
 
 import patrickstar as ps
@@ -28,28 +29,29 @@ def no_progress(monkeypatch):
     monkeypatch.setattr(DiskOptimizerStep, "progress", lambda self: None)
 
 
-def step(trainer, number):
-    """Run one step, and return its loss."""
-    loss = backward(trainer, number)
-    trainer.optimizer.step()
-    trainer.optimizer.zero_grad()
-    return loss
+def steps(trainer, numbers=range(STEPS)):
+    """Run steps, and return their losses."""
+    return [step(trainer, number) for number in numbers]
 
 
-def replayed(config, log, **options):
-    update = config.update.model_copy(update={"replay": log, "log": None})
-    return engine_with(config.model_copy(update={"update": update} | options))
+def logged(tmp_path, *, max_staleness=4, **options):
+    """Return a configuration with states on disk and a log of updates."""
+    update = ps.LockFree(after=1, max_staleness=max_staleness, log=tmp_path / "log")
+    return config_of(update, **on_disk(tmp_path) | options)
+
+
+def replayed(config, **options):
+    """Return an engine that replays the log of a run; by default in memory."""
+    return engine_with(replaying(config, config.update.log, **options or dict(host_memory=4 << 20, disk=None)))
 
 
 def test_a_checkpoint_of_an_earlier_step_goes_on_as_in_a_new_engine(no_progress, tmp_path):
     """Rates, staleness and steps of the log are those of the steps that are repeated."""
-    config = config_of(ps.LockFree(after=1, max_staleness=2, log=tmp_path / "log"), **on_disk(tmp_path))
+    config = logged(tmp_path, max_staleness=2)
     with engine_with(config) as engine:
-        for number in range(3):
-            step(engine, number)
+        steps(engine, range(3))
         engine.save(tmp_path / "saved")
-        for number in range(3, 9):
-            step(engine, number)
+        steps(engine, range(3, 9))
         engine.load(tmp_path / "saved")
         engine.optimizer.param_groups[0]["lr"] = 0.5
         losses, staleness = [], []
@@ -58,10 +60,10 @@ def test_a_checkpoint_of_an_earlier_step_goes_on_as_in_a_new_engine(no_progress,
             staleness.append(engine.stats.last.peak_staleness)
         state = engine.state_dict()
     assert max(staleness) == 2
-    with replayed(config, tmp_path / "log", host_memory=4 << 20, disk=None) as again:
+    with replayed(config) as again:
         again.load(tmp_path / "saved")
         again.optimizer.param_groups[0]["lr"] = 0.5
-        testing.assert_same_bits(losses, [step(again, number) for number in range(3, 9)], "losses")
+        testing.assert_same_bits(losses, steps(again, range(3, 9)), "losses")
         testing.assert_same_bits(state, again.state_dict(), "parameters")
 
 
@@ -80,10 +82,7 @@ class Sometimes(nn.Module):
 def test_a_write_into_a_parameter_beside_queued_updates_is_not_lost(update, monkeypatch, tmp_path):
     monkeypatch.setattr(DiskOptimizerStep, "progress", lambda self: self.read_ahead.start(self._updates))
     options = on_disk(tmp_path) | dict(host_memory=270 * 1024, chunk_size="40KiB")
-    torch.manual_seed(0)
-    with Engine(
-        Sometimes, config_of(update, **options), meter=testing.NoMeter(), poison=True, page_bytes=8192
-    ) as engine:
+    with engine_of(Sometimes, config_of(update, **options), page_bytes=8192) as engine:
         assert engine.inspect().disk is not None
         for number in range(4):
             step(engine, number)
@@ -107,8 +106,7 @@ def test_the_queue_goes_round(tmp_path, monkeypatch):
             budget -= 1
 
     monkeypatch.setattr(DiskOptimizerStep, "progress", few)
-    update = ps.LockFree(after=1, max_staleness=40, log=tmp_path / "log")
-    with engine_with(config_of(update, **on_disk(tmp_path) | dict(chunk_size="6KiB"))) as engine:
+    with engine_with(logged(tmp_path, max_staleness=40, chunk_size="6KiB")) as engine:
         for number in range(40):
             budget = 3
             step(engine, number)
@@ -118,38 +116,30 @@ def test_the_queue_goes_round(tmp_path, monkeypatch):
         assert len(counts) > 6 and 0 < max(counts) <= 2 * min(counts)
 
 
-def test_a_state_that_is_read_in_the_replay_only_is_another_course(no_progress, tmp_path):
-    config = config_of(ps.LockFree(after=1, log=tmp_path / "log"), **on_disk(tmp_path))
-    with engine_with(config) as engine:
-        for number in range(STEPS):
-            step(engine, number)
-    with replayed(config, tmp_path / "log") as engine, pytest.raises(TrainingError, match="reads of states"):
-        for number in range(STEPS):
-            step(engine, number)
-            engine.state_dict()
-
-
-def test_a_state_that_is_read_in_both_is_not(no_progress, tmp_path):
-    config = config_of(ps.LockFree(after=1, log=tmp_path / "log"), **on_disk(tmp_path))
+def test_states_are_read_in_the_replay_as_in_the_run(no_progress, tmp_path):
+    """A state that is read in the replay only makes it another course."""
+    config = logged(tmp_path)
     states = []
     with engine_with(config) as engine:
         for number in range(STEPS):
             step(engine, number)
             states += [engine.state_dict()] if number % 3 == 1 else []
-    with replayed(config, tmp_path / "log") as engine:
+    with replayed(config, disk=config.disk) as engine:
         for number in range(STEPS):
             step(engine, number)
             if number % 3 == 1:
                 testing.assert_same_bits(states.pop(0), engine.state_dict(), f"state after {number}")
+    with replayed(config, disk=config.disk) as engine, pytest.raises(TrainingError, match="reads of states"):
+        for number in range(STEPS):
+            step(engine, number)
+            engine.state_dict()
 
 
 @pytest.mark.parametrize("line", range(1, 14, 3))
 @pytest.mark.parametrize("then", ["repeat", "read and repeat", "drop"])
 def test_a_step_that_is_interrupted(line, then, no_progress, monkeypatch, tmp_path):
     """Ctrl-C between chunks: the step is repeated, after a read of the state, or its gradients are dropped."""
-    config = config_of(
-        ps.LockFree(after=1, max_staleness=2, log=tmp_path / "log"), **on_disk(tmp_path) | dict(chunk_size="6KiB")
-    )
+    config = logged(tmp_path, max_staleness=2, chunk_size="6KiB")
     accept, count = LockFreeUpdates.accept, 0
 
     def interrupted(self, *args):
@@ -184,7 +174,7 @@ def test_a_step_that_is_interrupted(line, then, no_progress, monkeypatch, tmp_pa
     with engine_with(config) as engine:
         found = train(engine)
     if then != "drop":
-        with replayed(config, tmp_path / "log", host_memory=4 << 20, disk=None) as engine:
+        with replayed(config) as engine:
             testing.assert_same_bits(found, train(engine), "replay")
 
 
@@ -236,8 +226,7 @@ def pages_of(engine):
 def test_a_step_after_a_load_is_that_after_the_checkpoint(monkeypatch, tmp_path):
     config = config_of(ps.LockFree(after=1), **IN_MEMORY)
     with engine_with(config) as engine:
-        for number in range(2):
-            step(engine, number)
+        steps(engine, range(2))
         engine.save(tmp_path / "saved")
         backward(engine, 2)
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -248,16 +237,16 @@ def test_a_step_after_a_load_is_that_after_the_checkpoint(monkeypatch, tmp_path)
         assert optimizer_step_of(engine).steps == 3
 
 
+def partly_frozen():
+    model = cases.build()
+    next(model.parameters()).requires_grad_(False)
+    return model
+
+
 @pytest.mark.parametrize("options", [IN_MEMORY, None], ids=["in memory", "on disk"])
 def test_a_write_into_a_frozen_parameter(options, tmp_path):
-    def partly_frozen():
-        model = cases.build()
-        next(model.parameters()).requires_grad_(False)
-        return model
-
-    torch.manual_seed(0)
     config = config_of(ps.LockFree(after=1), **on_disk(tmp_path) if options is None else options)
-    with Engine(partly_frozen, config, meter=testing.NoMeter(), poison=True, page_bytes=8192) as engine:
+    with engine_of(partly_frozen, config, page_bytes=8192) as engine:
         step(engine, 0)
         first = next(engine.module.parameters())
         with torch.no_grad():
@@ -268,12 +257,12 @@ def test_a_write_into_a_frozen_parameter(options, tmp_path):
 
 @pytest.mark.parametrize("then", ["flush", "save"])
 def test_a_load_and_a_flush_leave_the_log_right(then, no_progress, tmp_path):
-    config = config_of(ps.LockFree(after=1, log=tmp_path / "log"), **on_disk(tmp_path))
+    config = logged(tmp_path)
 
     def go_on(engine):
         engine.load(tmp_path / "saved")
         engine.optimizer.flush() if then == "flush" else engine.save(tmp_path / f"again {id(engine)}")
-        return [*(step(engine, number) for number in range(3, STEPS)), *engine.state_dict().values()]
+        return [*steps(engine, range(3, STEPS)), *engine.state_dict().values()]
 
     with engine_with(config) as engine:
         for number in range(6):
@@ -281,24 +270,19 @@ def test_a_load_and_a_flush_leave_the_log_right(then, no_progress, tmp_path):
             if number == 2:
                 engine.save(tmp_path / "saved")
         found = go_on(engine)
-    with replayed(config, tmp_path / "log", host_memory=4 << 20, disk=None) as engine:
+    with replayed(config) as engine:
         testing.assert_same_bits(found, go_on(engine), "replay")
 
 
 @pytest.mark.parametrize("after_step", range(1, STEPS - 2))
 def test_a_flush_in_the_replay_only_is_another_course(after_step, no_progress, tmp_path):
-    config = config_of(ps.LockFree(after=1, max_staleness=2, log=tmp_path / "log"), **on_disk(tmp_path))
+    config = logged(tmp_path, max_staleness=2)
     with engine_with(config) as engine:
-        for number in range(STEPS):
-            step(engine, number)
-    with (
-        replayed(config, tmp_path / "log", host_memory=4 << 20, disk=None) as engine,
-        pytest.raises(TrainingError, match="differs from the log"),
-    ):
-        for number in range(STEPS):
-            step(engine, number)
-            if number == after_step:
-                engine.optimizer.flush()
+        steps(engine)
+    with replayed(config) as engine, pytest.raises(TrainingError, match="differs from the log"):
+        steps(engine, range(after_step + 1))
+        engine.optimizer.flush()
+        steps(engine, range(after_step + 1, STEPS))
 
 
 def test_sums_follow_memory_that_reading_a_gradient_moves(monkeypatch, tmp_path):
@@ -310,53 +294,37 @@ def test_sums_follow_memory_that_reading_a_gradient_moves(monkeypatch, tmp_path)
             manager_of(engine).host_tier._close_gaps()
             yield found
 
-    config = config_of(ps.LockFree(after=1, log=tmp_path / "log"), **on_disk(tmp_path))
+    config = logged(tmp_path)
     with engine_with(config) as engine:
         block = manager_of(engine).host_tier.allocate_block(4096)
-        first = [step(engine, number) for number in range(2)]
+        first = steps(engine, range(2))
         manager_of(engine).host_tier.release_block(block)
         monkeypatch.setattr(GradientBuffer, "_gradient", compacting)
-        found = [*first, *(step(engine, number) for number in range(2, STEPS)), *engine.state_dict().values()]
+        found = [*first, *steps(engine, range(2, STEPS)), *engine.state_dict().values()]
     monkeypatch.undo()
-    reference = reference_with(config, tmp_path / "log")
-    losses = [step(reference, number) for number in range(STEPS)]
-    testing.assert_same_bits([*losses, *reference.state_dict().values()], found, "reference")
+    reference = reference_with(config, config.update.log)
+    testing.assert_same_bits([*steps(reference), *reference.state_dict().values()], found, "reference")
 
 
 def test_parameters_that_are_unfrozen_are_in_the_log(no_progress, tmp_path):
-    def partly_frozen():
-        model = cases.build()
-        next(model.parameters()).requires_grad_(False)
-        return model
-
-    config = config_of(ps.LockFree(after=1, log=tmp_path / "log"), **on_disk(tmp_path) | dict(host_memory=330 * 1024))
+    config = logged(tmp_path, host_memory=330 * 1024)
 
     def train(trainer):
-        losses = []
-        for number in range(STEPS):
-            if number == 4:
-                next(trainer.module.parameters()).requires_grad_(True)
-                if not isinstance(trainer, Engine):
-                    trainer.optimizer.flush()
-            losses.append(step(trainer, number))
-        return [*losses, *trainer.state_dict().values()]
+        losses = steps(trainer, range(4))
+        next(trainer.module.parameters()).requires_grad_(True)
+        if not isinstance(trainer, Engine):
+            trainer.optimizer.flush()
+        return [*losses, *steps(trainer, range(4, STEPS)), *trainer.state_dict().values()]
 
-    torch.manual_seed(0)
-    with Engine(partly_frozen, config, meter=testing.NoMeter(), poison=True, page_bytes=8192) as engine:
+    with engine_of(partly_frozen, config, page_bytes=8192) as engine:
         found = train(engine)
-    torch.manual_seed(0)
-    update = config.update.model_copy(update={"replay": tmp_path / "log", "log": None})
-    plain = config.model_copy(update={"update": update, "disk": None})
-    reference = testing.ReferenceTrainer(partly_frozen, plain, testing.LockFreeOptimizer)
+    reference = reference_with(config, config.update.log, partly_frozen)
     testing.assert_same_bits(train(reference), found, "reference")
 
 
-def test_one_file_is_no_log_and_replay():
+def test_options_that_are_refused():
     with pytest.raises(ConfigError, match="log and replay are the same file"):
         ps.LockFree(log="a/../updates", replay="updates")
-
-
-def test_16_bit_sums_of_fp16_gradients_are_refused():
     with pytest.raises(ConfigError, match=r"^Config: gradient_dtype='16-bit' stores gradients without the loss scale"):
         config_of(ps.LockFree(gradient_dtype="16-bit"), precision="fp16", **IN_MEMORY)
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from probes import manager_of, tracer_of
+from seeded import engine_of
 from torch import nn
-from toys import mean_square
+from toys import train
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import patrickstar as ps
@@ -46,28 +47,19 @@ def generated(module: nn.Module, seed: int = 0, length: int = 8) -> torch.Tensor
         )
 
 
-class Passes:
-    """Bytes that each forward of a module copies to the device."""
-
-    def __init__(self, engine: ps.Engine, module: nn.Module) -> None:
-        self._counters = manager_of(engine).counters
-        self._before = 0
-        self.nbytes: list[int] = []
-        module.register_forward_pre_hook(self._begin)
-        module.register_forward_hook(self._end)
-
-    def _begin(self, *args: object) -> None:
-        self._before = self._counters.h2d_bytes
-
-    def _end(self, *args: object) -> None:
-        self.nbytes.append(self._counters.h2d_bytes - self._before)
+def record_passes(engine: ps.Engine, module: nn.Module) -> list[int]:
+    """Return a list to which each forward of a module appends the bytes that it copies to the device."""
+    counters, passes = manager_of(engine).counters, []
+    module.register_forward_pre_hook(lambda *args: passes.append(-counters.h2d_bytes))
+    module.register_forward_hook(lambda *args: passes.append(passes.pop() + counters.h2d_bytes))
+    return passes
 
 
 def test_a_token_moves_what_exceeds_the_budget(tmp_path):
     """The budget holds some chunks for good, and those of two operators: one that runs, and the next."""
     expected = generated(gpt2())
     with ps.Engine(gpt2, config(tmp_path), meter=NoMeter()) as engine:
-        passes = Passes(engine, engine.module)
+        passes = record_passes(engine, engine.module)
         assert_same_bits(expected, generated(engine.module), "tokens")
         assert_same_bits(expected, generated(engine.module), "tokens of the second generation")
         chunks = manager_of(engine).param16.values()
@@ -77,7 +69,7 @@ def test_a_token_moves_what_exceeds_the_budget(tmp_path):
         moments = [moment for trace in tracer_of(engine).evaluation_traces.values() for moment in trace.moments]
         sizes = {chunk.index: chunk.nbytes for chunk in chunks}
         together = max(sum(sizes[index] for index in moment.chunks) for moment in moments)
-        assert max(passes.nbytes[-TOKENS + 2 :]) <= lacking + 2 * together + largest
+        assert max(passes[-TOKENS + 2 :]) <= lacking + 2 * together + largest
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
@@ -95,18 +87,17 @@ def test_generation_between_steps_changes_no_bit(tmp_path, build: Callable[[], n
             engine.backward(loss)
             engine.optimizer.step()
             if generates:
-                results.append(generated(engine.module, step, 8 + step % 2))
+                generated(engine.module, step, 8 + step % 2)
             results.append(loss.detach())
-        return [each for each in results if each.is_floating_point()] + [*engine.state_dict().values()]
+        return [*results, *engine.state_dict().values()]
 
     found = []
     for generates in (False, True):
         folder = tmp_path / str(generates)
         folder.mkdir()
-        options = config(folder, optimizer=ps.AdamW(lr=1e-3))
-        with ps.Engine(build, options, meter=NoMeter(), poison=True) as engine:
+        with engine_of(build, config(folder, optimizer=ps.AdamW(lr=1e-3))) as engine:
             found.append(run(engine, generates))
-    assert_same_bits(found[0], found[1], "losses and parameters")
+    assert_same_bits(*found, "losses and parameters")
 
 
 def test_evaluations_are_planned_from_the_second_on(tmp_path):
@@ -116,9 +107,7 @@ def test_evaluations_are_planned_from_the_second_on(tmp_path):
             with torch.no_grad():
                 assert_same_bits(plain(*batch), engine(*batch), "outputs")
         assert manager_of(engine).counters.h2d_bytes > 0
-        loss = mean_square(engine(*inputs(1)[0]))
-        engine.backward(loss)
-        engine.optimizer.step()
+        train(engine, inputs(1))
 
 
 def test_a_failed_forward_ends_its_evaluation(tmp_path):

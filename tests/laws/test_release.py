@@ -36,26 +36,17 @@ def without_collection():
     gc.enable()
 
 
-def in_memory(directory):
-    return Engine(SHAPE.build, config("bf16", 256), meter=NoMeter())
-
-
-def evicting(directory):
-    return Engine(SHAPE.build, config("fp16", 256), meter=NoMeter(), evict_everything=True)
-
-
 def with_disk(directory):
     shape = Shape(("mlp",) * 4, width=16)
     return small_engine(shape.build, on_disk(shape.build, options("fp32", 1000), directory, batches(1)[0], Room()))
 
 
-def with_offloaded_activations(directory):
-    made = config("bf16", 256).model_copy(update={"activation_offload": True})
-    return Engine(SHAPE.build, made, meter=NoMeter())
-
-
-def steps(engine, directory):
-    train(engine, batches(3))
+BUILDS = {
+    "in memory": lambda _: Engine(SHAPE.build, config("bf16", 256), meter=NoMeter()),
+    "evicting": lambda _: Engine(SHAPE.build, config("fp16", 256), meter=NoMeter(), evict_everything=True),
+    "with a disk": with_disk,
+    "offloading": lambda _: Engine(SHAPE.build, config("bf16", 256, activation_offload=True), meter=NoMeter()),
+}
 
 
 def all_calls(engine, directory):
@@ -83,37 +74,37 @@ def a_failing_forward(engine, directory):
         engine(*batches(1)[0], "surplus")
 
 
-def a_graph_without_backward(engine, directory):
-    train(engine, batches(2))
-    engine(*batches(1)[0])
+USES = {
+    "steps": lambda engine, _: train(engine, batches(3)),
+    "all calls": all_calls,
+    "a failing forward": a_failing_forward,
+    "a graph without backward": lambda engine, _: (train(engine, batches(2)), engine(*batches(1)[0])),
+}
+ENDINGS = {
+    "close": lambda engine: engine.close(),
+    "close without values": lambda engine: engine.close(keep=False),
+    "last reference": lambda engine: None,
+}
 
 
-def close(engine):
-    engine.close()
+def check_nothing_is_left(objects, files):
+    assert not [each() for each in objects if each() is not None]
+    assert worker_threads() == []
+    assert len(os.listdir("/proc/self/fd")) == files
 
 
-def close_without_values(engine):
-    engine.close(keep=False)
-
-
-def drop(engine):
-    """Leave the engine to its last reference."""
-
-
-@pytest.mark.parametrize("build", [in_memory, evicting, with_disk, with_offloaded_activations])
-@pytest.mark.parametrize("use", [steps, all_calls, a_failing_forward, a_graph_without_backward])
-@pytest.mark.parametrize("ending", [close, close_without_values, drop])
+@pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("ending", ENDINGS)
 def test_everything_goes_back(build, use, ending, tmp_path):
     (swap := tmp_path / "swap").mkdir()
     files = open_files()
-    engine = build(swap)
+    engine = BUILDS[build](swap)
     parts = [weakref.ref(part) for part in (engine, manager_of(engine), *manager_of(engine).chunks.values())]
-    use(engine, tmp_path)
-    ending(engine)
+    USES[use](engine, tmp_path)
+    ENDINGS[ending](engine)
     del engine
-    assert not [part() for part in parts if part() is not None]
-    assert worker_threads() == []
-    assert len(os.listdir("/proc/self/fd")) == files
+    check_nothing_is_left(parts, files)
 
 
 class Failing(nn.Module):
@@ -129,10 +120,6 @@ class Complex(nn.Module):
         self.first, self.weight = SHAPE.build(), nn.Parameter(torch.zeros(3, dtype=torch.complex64))
 
 
-def no_memory(self, *args):
-    raise torch.OutOfMemoryError("out of memory, says a test")
-
-
 @pytest.mark.parametrize("model", [Failing, Complex, SHAPE.build], ids=["model", "parameter", "memory"])
 def test_everything_goes_back_after_a_failing_initialize(model, tmp_path, monkeypatch):
     managers = []
@@ -142,6 +129,9 @@ def test_everything_goes_back_after_a_failing_initialize(model, tmp_path, monkey
         managers.append(weakref.ref(self))
         made(self, *args, **more)
 
+    def no_memory(*args):
+        raise torch.OutOfMemoryError("out of memory, says a test")
+
     monkeypatch.setattr(ChunkManager, "__init__", record)
     if model == SHAPE.build:
         monkeypatch.setattr("patrickstar._engine.core.BackgroundSave", no_memory)
@@ -150,9 +140,7 @@ def test_everything_goes_back_after_a_failing_initialize(model, tmp_path, monkey
         ps.initialize(model, config("bf16", 256))
     del raised
     assert managers or model != SHAPE.build
-    assert not [manager() for manager in managers if manager() is not None]
-    assert worker_threads() == []
-    assert len(os.listdir("/proc/self/fd")) == files
+    check_nothing_is_left(managers, files)
 
 
 PROGRAM = """

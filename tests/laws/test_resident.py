@@ -2,12 +2,14 @@
 
 import gc
 import weakref
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling import draws
+from seeded import reference_of
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -18,6 +20,8 @@ from patrickstar._engine.engine import Engine
 
 from .models import config, precisions, shapes
 from .residents import PLENTY, SHAPE, engine_of, holds, same, train_until_resident
+
+four_layers = partial(layers, 8, 4)
 
 
 @settings(max_examples=draws(40), deadline=None, print_blob=True)
@@ -40,43 +44,15 @@ def test_chunks_are_held_from_the_third_iteration_to_its_step():
         engine.optimizer.step()
         assert holds(engine) == 0
     assert found[:2] == [0, 0] and found[2] == found[3] == engine.layout.chunk_count
-
-
-def test_another_input_shape_is_traced_first():
-    engine = engine_of(SHAPE.build)
-    train_until_resident(engine)
     engine.backward(engine(*batches(1, length=4)[0]))
-    assert holds(engine) == 0
+    assert holds(engine) == 0, "another input shape is traced first"
 
 
 def test_chunks_that_do_not_fit_are_not_held():
-    options = config("fp32", 256, device_memory=8 * 1024)
-    engine = engine_of(lambda: layers(8, 32), options)
+    engine = engine_of(lambda: layers(8, 32), config("fp32", 256, device_memory=8 * 1024))
     train_until_resident(engine, inputs(1, 8) * 3)
     engine(*inputs(1, 8)[0])
     assert holds(engine) == 0
-
-
-class InPlace(nn.Module):
-    """Clips its weight in the forward, and keeps a view of it."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = layers(8, 3)
-        self.view = None
-
-    def forward(self, x):
-        with torch.no_grad():
-            self.layers[1].weight.clamp_(-0.2, 0.2)
-        if self.view is None:
-            self.view = self.layers[2].weight.detach()[:4]
-        return F.linear(self.layers(x), self.view).sum(1)
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_in_place_writes_and_views_that_are_kept(precision):
-    options = config(precision, 256, device_memory=PLENTY)
-    same(InPlace, lambda trainer: train(trainer, inputs(6, 8)), options)
 
 
 def test_views_kept_in_a_resident_iteration_are_intercepted_later():
@@ -107,13 +83,11 @@ class LateView(nn.Module):
 def reading_the_view(trainer):
     results = []
     for (x,) in inputs(9, 8):
-        loss = mean_square(trainer(x))
-        trainer.backward(loss)
-        if trainer.module.view is not None:
-            results.append(trainer.module.view.detach().float().sum())
-        trainer.optimizer.step()
-        if trainer.module.view is not None:
-            results.append(trainer.module.view.detach().float().sum())
+        trainer.backward(mean_square(trainer(x)))
+        for act in (lambda: None, trainer.optimizer.step):
+            act()
+            if trainer.module.view is not None:
+                results.append(trainer.module.view.detach().float().sum())
     return results
 
 
@@ -123,31 +97,19 @@ def test_views_that_outlive_a_resident_forward(kind):
     same(lambda: LateView(kind), reading_the_view)
 
 
-class Assigning(nn.Module):
-    """Assigns values and data to its weights in some forwards."""
+class InPlace(nn.Module):
+    """Clips its weight in the forward, and keeps a view of it."""
 
     def __init__(self):
         super().__init__()
-        self.layers, self.calls = layers(8, 3), 0
+        self.layers, self.view = layers(8, 3), None
 
     def forward(self, x):
-        self.calls += 1
-        if self.calls > 4:
-            weight = self.layers[1].weight
-            weight.data = weight.detach() * 0.5
-            with torch.no_grad():
-                self.layers[2].bias.add_(1.0)
-        return self.layers(x)
-
-
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_assignments_within_a_resident_forward(accumulation):
-    states = []
-    for more in ({}, {"evict_everything": True}):
-        engine = engine_of(Assigning, **more)
-        train(engine, inputs(8, 8), accumulation=accumulation)
-        states.append(engine.state_dict())
-    testing.assert_same_bits(*states, "parameters")
+        with torch.no_grad():
+            self.layers[1].weight.clamp_(-0.2, 0.2)
+        if self.view is None:
+            self.view = self.layers[2].weight.detach()[:4]
+        return F.linear(self.layers(x), self.view).sum(1)
 
 
 class Changing(nn.Module):
@@ -168,151 +130,15 @@ class Changing(nn.Module):
         return self.second(hidden) if self.calls > 3 else self.first(hidden)
 
 
-def test_iterations_that_differ_from_their_trace():
-    same(Changing, lambda trainer: train(trainer, inputs(9, 8)))
-
-
-def several_backwards(trainer):
-    results = []
-    for number, (x,) in enumerate(inputs(8, 8)):
-        loss = mean_square(trainer(x))
-        if number > 4:
-            trainer.backward(loss, retain_graph=True)
-        if number > 5:
-            trainer.backward(mean_square(trainer(2 * x)))
-        trainer.backward(loss)
-        trainer.optimizer.step()
-        results.append(loss.detach().clone())
-    return results
-
-
-def test_more_backwards_than_the_trace_has():
-    same(lambda: layers(8, 4, nn.Tanh), several_backwards)
-
-
-def own_backward(trainer):
-    for (x,) in inputs(6, 8):
-        loss = mean_square(trainer(x))
-        loss.backward() if isinstance(trainer, Engine) else trainer.backward(loss)
-        trainer.optimizer.step()
-    return []
-
-
-def test_backward_without_the_engine():
-    same(lambda: layers(8, 4, nn.Tanh), own_backward)
-
-
 class Reentrant(nn.Module):
+    """Uses a parameter inside and outside of a reentrant checkpoint."""
+
     def __init__(self):
         super().__init__()
         self.inner, self.outer = nn.Linear(8, 8), layers(8, 2)
 
     def forward(self, x):
         return self.outer(checkpoint(self.inner, self.inner(self.outer(x)), use_reentrant=True))
-
-
-def test_reentrant_checkpointing_of_a_parameter_used_outside_too():
-    same(Reentrant, lambda trainer: train(trainer, inputs(6, 8)))
-
-
-def test_a_graph_kept_beyond_the_step_raises_and_reads_no_freed_memory():
-    def build():
-        model = layers(8, 4)
-        model[0].requires_grad_(False)
-        return model
-
-    engine = engine_of(build)
-    train_until_resident(engine, inputs(1, 8) * 3)
-    x = inputs(1, 8)[0][0].requires_grad_()
-    loss = mean_square(engine(x)) + mean_square(engine.module[0](x))
-    engine.backward(loss, retain_graph=True)
-    engine.optimizer.step()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-    del loss
-    engine.optimizer.zero_grad()
-    train_until_resident(engine, inputs(1, 8))
-
-
-def test_an_exception_ends_the_holds():
-    engine = engine_of(lambda: layers(8, 4))
-    train_until_resident(engine, inputs(1, 8) * 3)
-    engine(*inputs(1, 8)[0])
-    assert holds(engine)
-    with pytest.raises(RuntimeError):
-        engine(torch.zeros(3, 5))
-    assert holds(engine) == 0
-    train_until_resident(engine, inputs(1, 8) * 4)
-    engine(*inputs(1, 8)[0])
-    assert holds(engine)
-    engine.close()
-
-
-class Fixed(testing.NoMeter):
-    """Meter of a given amount."""
-
-    nbytes = 0
-
-    def now(self, chunk_bytes):
-        return self.nbytes
-
-    peak = now
-
-
-def test_memory_needed_in_a_resident_iteration_is_taken_from_held_chunks():
-    """An evaluation between backward and step needs more memory than the training step: held chunks are evicted."""
-    torch.manual_seed(0)
-    meter = Fixed()
-    options = config("fp32", 256, device_memory=1 << 16)
-    engine = Engine(lambda: layers(8, 40), options, meter=meter, poison=True)
-    train_until_resident(engine, inputs(1, 8) * 3)
-    torch.manual_seed(0)
-    reference = testing.ReferenceTrainer(lambda: layers(8, 40), options)
-    train(reference, inputs(1, 8) * 3)
-    for trainer in (reference, engine):
-        trainer.backward(mean_square(trainer(*inputs(1, 8)[0])))
-        meter.nbytes = options.device_memory - 5 * 1024
-        with torch.no_grad():
-            trainer(torch.zeros(9, 8))
-        meter.nbytes = 0
-        trainer.optimizer.step()
-    assert engine.stats.last.evictions > 0
-    testing.assert_same_bits(reference.state_dict(), engine.state_dict(), "parameters")
-
-
-def test_holds_keep_no_engine_alive():
-    engine = engine_of(lambda: layers(8, 4))
-    train_until_resident(engine, inputs(1, 8) * 3)
-    engine(*inputs(1, 8)[0])
-    gone = weakref.ref(engine)
-    gc.disable()
-    try:
-        del engine
-        assert gone() is None
-    finally:
-        gc.enable()
-
-
-class ClipsData(nn.Module):
-    """Clips its weights through `.data` in each forward, which leaves no trace in their version counters."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = layers(8, 3)
-
-    def forward(self, x):
-        for layer in self.layers:
-            layer.weight.data.clamp_(-0.2, 0.2)
-        return self.layers(x)
-
-
-def test_writes_through_data_in_every_forward():
-    states = []
-    for more in ({}, {"evict_everything": True}):
-        engine = engine_of(ClipsData, **more)
-        train(engine, inputs(7, 8))
-        states.append(engine.state_dict())
-    testing.assert_same_bits(*states, "parameters")
 
 
 class DetachesLate(nn.Module):
@@ -330,7 +156,155 @@ class DetachesLate(nn.Module):
         return self.second(hidden)
 
 
-@pytest.mark.parametrize("offload", [False, True])
-def test_a_backward_that_reads_what_a_gradient_has_replaced(offload):
-    options = config("fp32", 256, device_memory=PLENTY, activation_offload=offload)
-    same(DetachesLate, lambda trainer: train(trainer, inputs(8, 8)), options)
+@pytest.mark.parametrize(
+    ("build", "more"),
+    [(InPlace, {}), (Changing, {}), (Reentrant, {}), (DetachesLate, {}), (DetachesLate, {"activation_offload": True})],
+)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_models_that_do_unusual_things(build, more, precision):
+    options = config(precision, 256, device_memory=PLENTY, **more)
+    same(build, lambda trainer: train(trainer, inputs(9, 8)), options)
+
+
+def several_backwards(trainer):
+    """Run more backwards than the trace has."""
+    results = []
+    for number, (x,) in enumerate(inputs(8, 8)):
+        loss = mean_square(trainer(x))
+        if number > 4:
+            trainer.backward(loss, retain_graph=True)
+        if number > 5:
+            trainer.backward(mean_square(trainer(2 * x)))
+        trainer.backward(loss)
+        trainer.optimizer.step()
+        results.append(loss.detach().clone())
+    return results
+
+
+def own_backward(trainer):
+    """Run backward without the engine."""
+    for (x,) in inputs(6, 8):
+        loss = mean_square(trainer(x))
+        loss.backward() if isinstance(trainer, Engine) else trainer.backward(loss)
+        trainer.optimizer.step()
+    return []
+
+
+@pytest.mark.parametrize("script", [several_backwards, own_backward])
+def test_unusual_loops(script):
+    same(partial(layers, 8, 4, nn.Tanh), script)
+
+
+class Assigning(nn.Module):
+    """Assigns values and data to its weights in some forwards."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.calls = layers(8, 3), 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls > 4:
+            weight = self.layers[1].weight
+            weight.data = weight.detach() * 0.5
+            with torch.no_grad():
+                self.layers[2].bias.add_(1.0)
+        return self.layers(x)
+
+
+class ClipsData(nn.Module):
+    """Clips its weights through `.data` in each forward, which leaves no trace in their version counters."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = layers(8, 3)
+
+    def forward(self, x):
+        for layer in self.layers:
+            layer.weight.data.clamp_(-0.2, 0.2)
+        return self.layers(x)
+
+
+@pytest.mark.parametrize(("build", "accumulation"), [(Assigning, 1), (Assigning, 2), (ClipsData, 1)])
+def test_assignments_within_a_resident_forward(build, accumulation):
+    states = []
+    for more in ({}, {"evict_everything": True}):
+        engine = engine_of(build, **more)
+        train(engine, inputs(8, 8), accumulation=accumulation)
+        states.append(engine.state_dict())
+    testing.assert_same_bits(*states, "parameters")
+
+
+def test_a_graph_kept_beyond_the_step_raises_and_reads_no_freed_memory():
+    def build():
+        model = four_layers()
+        model[0].requires_grad_(False)
+        return model
+
+    engine = engine_of(build)
+    train_until_resident(engine, inputs(1, 8) * 3)
+    x = inputs(1, 8)[0][0].requires_grad_()
+    loss = mean_square(engine(x)) + mean_square(engine.module[0](x))
+    engine.backward(loss, retain_graph=True)
+    engine.optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    del loss
+    engine.optimizer.zero_grad()
+    train_until_resident(engine, inputs(1, 8))
+
+
+def test_an_exception_ends_the_holds():
+    engine = engine_of(four_layers)
+    for count in (3, 4):
+        train_until_resident(engine, inputs(1, 8) * count)
+        engine(*inputs(1, 8)[0])
+        assert holds(engine)
+        with pytest.raises(RuntimeError):
+            engine(torch.zeros(3, 5))
+        assert holds(engine) == 0
+
+
+class Fixed(testing.NoMeter):
+    """Meter of a given amount."""
+
+    nbytes = 0
+
+    def now(self, chunk_bytes):
+        return self.nbytes
+
+    peak = now
+
+
+def test_memory_needed_in_a_resident_iteration_is_taken_from_held_chunks():
+    """An evaluation between backward and step needs more memory than the training step: held chunks are evicted."""
+    meter, options = Fixed(), config("fp32", 256, device_memory=1 << 16)
+
+    def script(trainer):
+        train(trainer, inputs(1, 8) * 3)
+        trainer.backward(mean_square(trainer(*inputs(1, 8)[0])))
+        meter.nbytes = options.device_memory - 5 * 1024
+        with torch.no_grad():
+            trainer(torch.zeros(9, 8))
+        meter.nbytes = 0
+        trainer.optimizer.step()
+
+    reference = reference_of(lambda: layers(8, 40), options)
+    engine = engine_of(lambda: layers(8, 40), options, meter=meter)
+    for trainer in (reference, engine):
+        script(trainer)
+    assert engine.stats.last.evictions > 0
+    testing.assert_same_bits(reference.state_dict(), engine.state_dict(), "parameters")
+
+
+def test_holds_keep_no_engine_alive():
+    engine = engine_of(four_layers)
+    train_until_resident(engine, inputs(1, 8) * 3)
+    engine(*inputs(1, 8)[0])
+    gone = weakref.ref(engine)
+    gc.disable()
+    try:
+        del engine
+        assert gone() is None
+    finally:
+        gc.enable()

@@ -4,19 +4,17 @@ import logging
 from pathlib import Path
 
 import pytest
-import torch
-from speculation_cases import EVENTS, backward, build, clip_nothing, compare, loop, run
+import speculation_cases as cases
+from seeded import engine_of
+from speculation_cases import EVENTS, build, clip_nothing, compare, loop, run
 
 import patrickstar as ps
-from patrickstar import testing
 from patrickstar._engine.engine import Engine
 from patrickstar._step.disk_speculation import DiskSpeculation
 from patrickstar._step.staging_pool import PageSet
 
 from .test_late_copies import some_are_slow
-from .tiers import last_save_of_a_killed_run
-
-RUNS_PER_TEST = 10
+from .tiers import check_a_killed_run
 
 
 def budgets(tmp_path, **disk):
@@ -62,48 +60,25 @@ def test_a_disk_without_room_for_spare_pages_is_no_error(tmp_path, caplog, fast_
 
 
 def trained(folder: Path, first: int, last: int, saves: bool = False) -> Engine:
-    """Train from step `first` to `last`, from a checkpoint of the step before if there is one.
-
-    With `saves`, save each step, wait for reads from disk, and print after each backward how many updates were early.
-    """
+    """Train, waiting for reads from disk if steps are saved."""
     if saves:
         PageSet.ready, DiskSpeculation.end_step = property(wait_for_reads), new_end_step
-    torch.manual_seed(0)
-    config = ps.Config(
-        device="cpu", chunk_size="18KiB", device_memory="72KiB", host_memory="170KiB", disk=ps.Disk(folder)
+    memory = {"device_memory": "72KiB", "host_memory": "170KiB", "disk": ps.Disk(folder)}
+    engine = engine_of(
+        build, ps.Config(device="cpu", precision="bf16", chunk_size="18KiB", **memory), page_bytes=8192, poison=False
     )
-    engine = Engine(build, config, meter=testing.NoMeter(), page_bytes=8192)
-    if (folder / f"step {first - 1}").exists():
-        engine.load(folder / f"step {first - 1}")
-    for step in range(first, last + 1):
-        backward(engine, step)
-        if saves:
-            print(step, engine.stats.total.speculated, flush=True)
-        engine.optimizer.step()
-        engine.optimizer.zero_grad()
-        if saves:
-            engine.save(folder / f"step {step}", wait=step % 2 == 0)
-    return engine
+    return cases.trained(engine, folder, first, last, saves)
 
 
 def test_a_run_killed_beside_speculative_updates_resumes_with_the_same_bits(tmp_path):
-    def speculates(line):
-        step, speculated = map(int, line.split())
-        return step >= 6 and speculated > 0
-
-    saved = last_save_of_a_killed_run("test_speculation", tmp_path, speculates)
-    assert saved >= 4
-    (undisturbed := tmp_path / "undisturbed").mkdir()
-    with trained(undisturbed, 1, saved + 2) as expected, trained(tmp_path, saved + 1, saved + 2) as found:
-        testing.assert_same_bits(expected.state_dict(), found.state_dict(), "resumed")
-        testing._assert_same_states(expected.optimizer.state_dict(), found.optimizer.state_dict())
+    check_a_killed_run(trained, tmp_path, lambda step, speculated: step >= 6 and speculated > 0)
 
 
-@pytest.mark.parametrize("first", some_are_slow(100, fast=10))
-def test_no_order_of_events_changes_a_bit(first, tmp_path, fast_disk):
+@pytest.mark.parametrize("seeds", some_are_slow(100, fast=10))
+def test_no_order_of_events_changes_a_bit(seeds, tmp_path, fast_disk):
     stats = [
         run(seed, device="cpu", disk=ps.Disk(tmp_path), host_memory=f"{140 + seed % 5 * 15}KiB", device_memory=2.5)
-        for seed in range(first, first + RUNS_PER_TEST)
+        for seed in seeds
     ]
-    assert sum(each.steps > 0 for each in stats) > RUNS_PER_TEST // 2
-    assert sum(each.speculated for each in stats) > 0, f"nothing was updated early from seed {first} on"
+    assert sum(each.steps > 0 for each in stats) > len(seeds) // 2
+    assert sum(each.speculated for each in stats) > 0, f"nothing was updated early in {seeds}"

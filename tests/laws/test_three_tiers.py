@@ -9,9 +9,10 @@ import torch
 from hypothesis import assume, given, reject, settings
 from hypothesis import strategies as st
 from probes import after_operators, manager_of
-from sampling import draws
+from sampling import draws, nightly
+from seeded import reference_of
 from torch import nn
-from toys import batches, train
+from toys import batches, mean_square, train
 
 import patrickstar as ps
 from patrickstar import testing
@@ -20,66 +21,23 @@ from patrickstar._memory.disk_tier import STAGES
 from patrickstar._memory.host_tier import HostTier
 from patrickstar.errors import BudgetError
 
+from . import tiers
 from .models import Waves, precisions
-from .tiers import (
-    PAGE_BYTES,
-    WIDTH,
-    Room,
-    assert_at_rest,
-    assert_one_owner,
-    blocks,
-    chunk_sizes,
-    compare,
-    inputs,
-    mean_square,
-    on_disk,
-    open_files,
-    options,
-    real_bytes,
-    rooms,
-    small_engine,
-    wide_shapes,
-    with_budgets,
-    worker_threads,
-)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Provide an empty directory, and check that it is empty at the end."""
-    directory = tmp_path_factory.mktemp("disk")
-    yield directory
-    assert not list(directory.iterdir())
-
+from .tiers import Room, blocks, inputs, many_blocks, on_disk, options, rooms, small_engine, wide_shapes
 
 loops = st.sampled_from(
     [{}, {"update": True}, {"max_norm": 0.1}, {"accumulation": 2}, {"accumulation": 3, "max_norm": 0.1}]
 )
 
 
-def check_exactness(folder, shape, chunk_size, precision, room, loop, checksums=True):
+@settings(max_examples=310 if nightly() else 3, deadline=None, print_blob=True)
+@given(wide_shapes, tiers.chunk_sizes, precisions, rooms, loops, st.booleans())
+def test_exactness(folder, shape, chunk_size, precision, room, loop, checksums):
     assume(precision != "fp16" or "update" not in loop)
     config = on_disk(shape.build, options(precision, chunk_size), folder, batches(1)[0], room)
     config = config.model_copy(update={"disk": ps.Disk(directory=folder, checksums=checksums)})
-    compare(
-        shape.build,
-        config,
-        lambda trainer, optimizer: train(trainer, batches(4), **loop),
-        evict_everything=room.evict_everything,
-    )
-
-
-@settings(max_examples=draws(10), deadline=None, print_blob=True)
-@given(shape=wide_shapes, chunk_size=chunk_sizes, precision=precisions, room=rooms, loop=loops, checksums=st.booleans())
-def test_exactness(folder, shape, chunk_size, precision, room, loop, checksums):
-    check_exactness(folder, shape, chunk_size, precision, room, loop, checksums)
-
-
-@pytest.mark.slow
-@settings(max_examples=draws(300), deadline=None, print_blob=True)
-@given(shape=wide_shapes, chunk_size=chunk_sizes, precision=precisions, room=rooms, loop=loops, checksums=st.booleans())
-def test_exactness_in_many_more_cases(folder, shape, chunk_size, precision, room, loop, checksums):
-    check_exactness(folder, shape, chunk_size, precision, room, loop, checksums)
+    script = lambda trainer, optimizer: train(trainer, batches(4), **loop)  # noqa: E731
+    tiers.compare(shape.build, config, script, evict_everything=room.evict_everything)
 
 
 class Recurrent(nn.Module):
@@ -87,8 +45,8 @@ class Recurrent(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.words = nn.Embedding(500, WIDTH)
-        self.lstm = nn.LSTM(WIDTH, WIDTH, num_layers=2, batch_first=True)
+        self.words = nn.Embedding(500, tiers.WIDTH)
+        self.lstm = nn.LSTM(tiers.WIDTH, tiers.WIDTH, num_layers=2, batch_first=True)
 
     def forward(self, x):
         ids = (x.float().abs() * 100).long() % 500 if x.is_floating_point() else x
@@ -101,8 +59,8 @@ class Mixed(nn.Module):
     def __init__(self):
         super().__init__()
         self.first = blocks(3)
-        self.wide = nn.Linear(WIDTH, WIDTH).double()
-        self.norm = nn.BatchNorm1d(WIDTH)
+        self.wide = nn.Linear(tiers.WIDTH, tiers.WIDTH).double()
+        self.norm = nn.BatchNorm1d(tiers.WIDTH)
         self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
 
     def forward(self, x):
@@ -117,7 +75,7 @@ class Tied(nn.Module):
         super().__init__()
         self.blocks = blocks(5)
         self.blocks[4][0].weight = self.blocks[1][0].weight
-        self.spare = nn.Linear(WIDTH, WIDTH)
+        self.spare = nn.Linear(tiers.WIDTH, tiers.WIDTH)
 
     def forward(self, x):
         return nn.functional.linear(self.blocks(x), self.blocks[2][0].weight)
@@ -128,9 +86,8 @@ class Tied(nn.Module):
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
 def test_unusual_models(tmp_path, build, evict_everything, host_share, precision):
     room = Room(host_share=host_share, evict_everything=evict_everything)
-    torch.manual_seed(0)
     config = on_disk(build, options(precision), tmp_path, inputs(1)[0], room)
-    compare(build, config, lambda trainer, _: train(trainer, inputs(4)), evict_everything=evict_everything)
+    tiers.compare(build, config, lambda trainer, _: train(trainer, inputs(4)), evict_everything=evict_everything)
 
 
 @pytest.mark.parametrize("evict_everything", [False, True])
@@ -139,11 +96,7 @@ def test_offloaded_activations_beside_staging_buffers(tmp_path, evict_everything
     config = on_disk(many_blocks, options(), tmp_path, inputs(1)[0], Room(device_bytes=120000, host_bytes=300000))
     config = config.model_copy(update={"activation_offload": True})
     script = lambda trainer, _: train(trainer, inputs(4, rows=40))  # noqa: E731
-    compare(many_blocks, config, script, evict_everything=evict_everything)
-
-
-def many_blocks():
-    return blocks(16)
+    tiers.compare(many_blocks, config, script, evict_everything=evict_everything)
 
 
 # Budgets
@@ -169,7 +122,7 @@ class WatchedHost(HostTier):
         place = super()._new_block(nbytes, description)
         in_arenas = sum(block.nbytes for arena in self.arenas for block in arena._blocks)
         threads = self.used + self.other_bytes + nbytes - in_arenas
-        assert threads in (0, STAGES * PAGE_BYTES), "only the buffers of the disk's threads are outside the arena"
+        assert threads in (0, STAGES * tiers.PAGE_BYTES), "only the buffers of the disk's threads are outside the arena"
         assert in_arenas + threads <= self.budget_bytes
         assert place.end <= place.arena.nbytes and self.arena_bytes <= self.budget_bytes
         return place
@@ -178,14 +131,17 @@ class WatchedHost(HostTier):
 def check_budgets(manager, *newcomers):
     assert manager.device_tier.used <= manager.device_tier.chunkable_bytes
     assert manager.host_tier.used + manager.host_tier.other_bytes <= manager.host_tier.budget_bytes
-    assert real_bytes({*manager.chunks.values(), *newcomers}) == (manager.device_tier.used, manager.host_tier.used)
+    assert tiers.real_bytes({*manager.chunks.values(), *newcomers}) == (
+        manager.device_tier.used,
+        manager.host_tier.used,
+    )
     if manager.disk_tier is not None:
         file = manager.disk_tier.file
         assert file.used_bytes <= file.nbytes <= (file.capacity_bytes or file.nbytes)
 
 
 @settings(max_examples=draws(8), deadline=None, print_blob=True)
-@given(wide_shapes, chunk_sizes, precisions, rooms, st.integers(0, 3000), loops)
+@given(wide_shapes, tiers.chunk_sizes, precisions, rooms, st.integers(0, 3000), loops)
 def test_all_budgets_hold_at_every_moment(folder, shape, chunk_size, precision, room, wave_bytes, loop):
     assume(precision != "fp16" or "update" not in loop)
     with pytest.MonkeyPatch.context() as patch:
@@ -199,7 +155,7 @@ def test_all_budgets_hold_at_every_moment(folder, shape, chunk_size, precision, 
         try:
             assume(engine.inspect().disk is not None)
             train(engine, batches(4), **loop)
-            assert_at_rest(engine)
+            tiers.assert_at_rest(engine)
             assert engine.stats.total.device_peak_model_bytes <= config.device_memory
             assert engine.stats.total.host_peak_model_bytes <= config.host_memory
         finally:
@@ -217,25 +173,22 @@ def capacity_needed(build, config):
 
 def test_a_disk_that_is_too_small_is_refused_in_bytes(tmp_path):
     config = on_disk(blocks, options(), tmp_path, inputs(1)[0], Room())
-    small = with_budgets(
-        config, config.device_memory, config.host_memory, ps.Disk(directory=tmp_path, capacity="64KiB")
-    )
+    small = config.model_copy(update={"disk": ps.Disk(tmp_path, capacity="64KiB")})
     with pytest.raises(BudgetError, match=r"does not fit .* with a disk of 65536 bytes") as raised:
         small_engine(blocks, small)
     named = int(re.search(r"a disk with (\d+) bytes", str(raised.value))[1])
     assert raised.value.short_bytes == named - 65536
-    enough = with_budgets(config, config.device_memory, config.host_memory, ps.Disk(directory=tmp_path, capacity=named))
-    engine = small_engine(blocks, enough)
-    assert engine.inspect().disk.nbytes <= named
-    engine.close()
-    assert not worker_threads() and not list(tmp_path.iterdir())
+    enough = config.model_copy(update={"disk": ps.Disk(tmp_path, capacity=named)})
+    with small_engine(blocks, enough) as engine:
+        assert engine.inspect().disk.nbytes <= named
+    assert not tiers.worker_threads() and not list(tmp_path.iterdir())
 
 
 # Ownership and leaks
 
 
 @settings(max_examples=draws(5), deadline=None, print_blob=True)
-@given(wide_shapes, chunk_sizes, rooms)
+@given(wide_shapes, tiers.chunk_sizes, rooms)
 def test_every_chunk_has_a_valid_copy_and_duplicates_agree_after_every_operator(folder, shape, chunk_size, room):
     config = on_disk(shape.build, options("bf16", chunk_size), folder, batches(1)[0], room)
     with contextlib.closing(small_engine(shape.build, config, evict_everything=room.evict_everything)) as engine:
@@ -244,7 +197,7 @@ def test_every_chunk_has_a_valid_copy_and_duplicates_agree_after_every_operator(
 
         def check():
             idle = [chunk for chunk in chunks.values() if not (chunk.fetch_transfer or chunk.eviction_transfer)]
-            assert_one_owner(chunk for chunk in idle if not chunk.pins)
+            tiers.assert_one_owner(chunk for chunk in idle if not chunk.pins)
 
         with after_operators(engine, check):
             train(engine, batches(4))
@@ -253,46 +206,39 @@ def test_every_chunk_has_a_valid_copy_and_duplicates_agree_after_every_operator(
 def test_two_engines_can_share_a_directory(tmp_path):
     config = on_disk(blocks, options(), tmp_path, inputs(1)[0], Room(host_bytes=20000))
 
-    def run(together):
-        torch.manual_seed(0)
-        engines = [small_engine(blocks, config) for _ in range(2)] if together else [small_engine(blocks, config)]
-        losses = [[] for _ in engines]
+    def run(count):
+        engines = [small_engine(blocks, config) for _ in range(count)]
+        losses = []
         for batch in inputs(4):
             outputs = [mean_square(engine(*batch)) for engine in engines]
-            for engine, loss, own_losses in zip(engines, outputs, losses, strict=True):
+            for engine, loss in zip(engines, outputs, strict=True):
                 engine.backward(loss)
-                own_losses.append(loss.item())
             for engine in engines:
                 engine.optimizer.step()
-        assert len({engine.inspect().disk.path for engine in engines}) == len(engines)
+            losses.append(outputs[0].detach())
+        assert len({engine.inspect().disk.path for engine in engines}) == count
         for engine in engines:
             engine.close()
-        return losses[0], engines[0].module.state_dict()
+        return [*losses, *engines[0].module.state_dict().values()]
 
-    alone, together = run(False), run(True)
-    assert alone[0] == together[0]
-    testing.assert_same_bits(alone[1], together[1], "parameters of the first")
-    assert not worker_threads() and not list(tmp_path.iterdir())
+    testing.assert_same_bits(run(1), run(2), "losses and parameters of the first")
+    assert not tiers.worker_threads() and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("closed", [False, True])
 def test_an_engine_finishes_deferred_updates_when_it_is_closed_or_collected(tmp_path, closed):
     config = on_disk(blocks, options(), tmp_path, inputs(1)[0], Room())
-    before = open_files()
-
-    torch.manual_seed(0)
-    reference = testing.ReferenceTrainer(blocks, config)
+    before = tiers.open_files()
+    reference = reference_of(blocks, config)
     train(reference, inputs(2))
-    torch.manual_seed(0)
     engine = small_engine(blocks, config)
     train(engine, inputs(2))
-    assert any(param.update_pending for param in engine.inspect().parameters) and worker_threads()
+    assert any(param.update_pending for param in engine.inspect().parameters) and tiers.worker_threads()
     module = engine.module
     if closed:
         engine.close()
     else:
         del engine
         gc.collect()
-    state = reference.state_dict()
-    testing.assert_same_bits(state, module.state_dict(), "parameters")
-    assert not worker_threads() and open_files() == before and not list(tmp_path.iterdir())
+    testing.assert_same_bits(reference.state_dict(), module.state_dict(), "parameters")
+    assert not tiers.worker_threads() and tiers.open_files() == before and not list(tmp_path.iterdir())

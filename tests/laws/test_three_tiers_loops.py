@@ -31,7 +31,6 @@ def exact(tmp_path, room):
     """Return a function that compares a script over a model with the reference."""
 
     def run(script, build=blocks, batch=None, **more):
-        torch.manual_seed(0)
         chosen = on_disk(build, options(**more), tmp_path, batch or inputs(1)[0], room)
         compare(build, chosen, script, evict_everything=room.evict_everything)
         assert not list(tmp_path.iterdir())
@@ -43,9 +42,14 @@ def usual(trainer, optimizer, count=3):
     return train(trainer, inputs(count))
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
-def test_the_usual_loop(exact, precision):
-    exact(usual, precision=precision)
+CLIPPED, EARLY = {"max_norm": 0.05}, {"update": True}
+
+
+@pytest.mark.parametrize(
+    ("precision", "loop"), [("bf16", {}), ("fp16", {}), ("fp32", {}), ("bf16", CLIPPED), ("bf16", EARLY)], ids=str
+)
+def test_usual_loops(exact, precision, loop):
+    exact(lambda trainer, _: train(trainer, inputs(4), **loop), precision=precision)
 
 
 @pytest.mark.parametrize("accumulation", [2, 3])
@@ -63,14 +67,6 @@ def test_accumulation_with_a_short_last_batch_and_clipping(exact, accumulation):
         return results
 
     exact(script)
-
-
-def test_clipping(exact):
-    exact(lambda trainer, _: train(trainer, inputs(4), max_norm=0.05))
-
-
-def test_updates_in_backward(exact):
-    exact(lambda trainer, _: train(trainer, inputs(5), update=True))
 
 
 def test_states_saved_and_loaded_right_after_a_step(exact):
@@ -95,58 +91,73 @@ def test_states_saved_and_loaded_right_after_a_step(exact):
     exact(script)
 
 
-def test_a_learning_rate_changed_after_the_step_applies_to_the_next_step(exact):
-    def script(trainer, optimizer):
-        schedule = torch.optim.lr_scheduler.ExponentialLR(getattr(optimizer, "inner", optimizer), 0.1)
-        results = []
-        for batch in inputs(4):
-            results += train(trainer, [batch])
-            schedule.step()
-        return results
-
-    exact(script)
+def a_changed_learning_rate(trainer, optimizer):
+    """It applies to the next step."""
+    schedule = torch.optim.lr_scheduler.ExponentialLR(getattr(optimizer, "inner", optimizer), 0.1)
+    for batch in inputs(4):
+        yield from train(trainer, [batch])
+        schedule.step()
 
 
-def test_a_parameter_written_right_after_the_step(exact):
-    def script(trainer, optimizer):
-        results = []
-        for batch in inputs(3):
-            results += train(trainer, [batch])
-            with torch.no_grad():
-                trainer.module[0][0].weight.mul_(1.5)
-                trainer.module[3][0].bias.zero_()
-                trainer.module[5][0].weight.copy_(trainer.module[4][0].weight.detach().clone())
-        return results
-
-    exact(script)
+def written_parameters(trainer, optimizer):
+    for batch in inputs(3):
+        yield from train(trainer, [batch])
+        with torch.no_grad():
+            trainer.module[0][0].weight.mul_(1.5)
+            trainer.module[3][0].bias.zero_()
+            trainer.module[5][0].weight.copy_(trainer.module[4][0].weight.detach().clone())
 
 
-def test_a_forward_without_gradients_between_step_and_forward(exact):
-    def script(trainer, optimizer):
-        results = []
-        for batch in inputs(3):
-            results += train(trainer, [batch])
-            trainer.eval()
-            with torch.no_grad():
-                results.append(trainer(*batch).clone())
-            with torch.inference_mode():
-                results.append(trainer(*batch).clone())
-            trainer.train()
-        return results
+def evaluations(trainer, optimizer):
+    for batch in inputs(3):
+        yield from train(trainer, [batch])
+        trainer.eval()
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                output = trainer(*batch).clone()
+            yield output
+        trainer.train()
 
-    exact(script)
+
+def other_batches_and_steps(trainer, optimizer):
+    """Change the batch size, drop gradients, and call a step without gradients."""
+    yield from usual(trainer, optimizer, 2)
+    for rows in (1, 7, 3, 7):
+        yield from train(trainer, inputs(2, rows=rows))
+    trainer.backward(mean_square(trainer(*inputs(1)[0])))
+    optimizer.zero_grad()
+    yield from usual(trainer, optimizer, 2)
+    optimizer.step()
+    yield from usual(trainer, optimizer, 1)
+
+
+def reads_of_gradients(trainer, optimizer):
+    for batch in inputs(3):
+        trainer.backward(mean_square(trainer(*batch)))
+        optimizer.step()
+        yield torch.tensor([trainer.gradient(name) is None for name, _ in trainer.module.named_parameters()])
+        for param in trainer.module.parameters():
+            param.grad = None
+
+
+SCRIPTS = a_changed_learning_rate, written_parameters, evaluations, other_batches_and_steps, reads_of_gradients
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+def test_what_follows_a_step_changes_no_deferred_update(exact, script):
+    exact(lambda trainer, optimizer: list(script(trainer, optimizer)))
 
 
 class Branches(nn.Module):
-    """Model that uses only the blocks in `taken`."""
+    """Model that uses only the blocks in `used`."""
 
     def __init__(self):
         super().__init__()
         self.blocks = blocks(6)
-        self.taken = range(6)
+        self.used = range(6)
 
     def forward(self, x):
-        for number in self.taken:
+        for number in self.used:
             x = self.blocks[number](x)
         return x
 
@@ -155,29 +166,13 @@ class Branches(nn.Module):
 def test_updates_of_a_branch_stay_deferred_until_it_is_used(exact, how):
     def script(trainer, optimizer):
         results = []
-        taken = [range(6), [0, 5], [0, 5], [1, 0, 5], range(6), [2], [3], [4, 2], range(6), [5, 0]]
-        for blocks_taken, batch in zip(taken, inputs(len(taken)), strict=True):
-            trainer.module.taken = blocks_taken
+        used = [range(6), [0, 5], [0, 5], [1, 0, 5], range(6), [2], [3], [4, 2], range(6), [5, 0]]
+        for blocks_taken, batch in zip(used, inputs(len(used)), strict=True):
+            trainer.module.used = blocks_taken
             results += train(trainer, [batch], **how if results and len(blocks_taken) < 3 else {})
         return results
 
     exact(script, Branches)
-
-
-def test_changes_between_steps_while_updates_are_deferred(exact):
-    """Change the batch size, drop gradients, and call a step without gradients."""
-
-    def script(trainer, optimizer):
-        results = usual(trainer, optimizer, 2)
-        for rows in (1, 7, 3, 7):
-            results += train(trainer, inputs(2, rows=rows))
-        trainer.backward(mean_square(trainer(*inputs(1)[0])))
-        optimizer.zero_grad()
-        results += usual(trainer, optimizer, 2)
-        optimizer.step()
-        return results + usual(trainer, optimizer, 1)
-
-    exact(script)
 
 
 def test_freezing_and_unfreezing_right_after_a_step(exact):
@@ -241,22 +236,6 @@ def test_training_can_continue_after_an_exception_of_the_user(exact, where):
     exact(script, Tripwire)
 
 
-def test_reading_gradients_does_not_change_deferred_updates(exact):
-    def script(trainer, optimizer):
-        results = []
-        for batch in inputs(3):
-            trainer.backward(mean_square(trainer(*batch)))
-            optimizer.step()
-            results.append(
-                torch.tensor([trainer.gradient(name) is None for name, _ in trainer.module.named_parameters()])
-            )
-            for param in trainer.module.parameters():
-                param.grad = None
-        return results
-
-    exact(script)
-
-
 OPTIMIZERS = {
     "SGD": ps.SGD(lr=0.1, momentum=0.9),
     "SGD without momentum": ps.SGD(lr=0.1),
@@ -278,11 +257,8 @@ def test_param_groups(exact, optimizer):
         first, rest = list(module[:3].parameters()), list(module[3:].parameters())
         return [{"params": first, "lr": 1e-3}, {"params": rest}]
 
-    chosen = ps.AdamW(lr=1e-2, param_groups=groups)
-    if optimizer == "RMSprop":
-        wrapped = options(optimizer=OPTIMIZERS["RMSprop"]).optimizer
-        chosen = wrapped.model_copy(update={"param_groups": groups})
-    exact(usual, lambda: blocks(10), optimizer=chosen)
+    chosen = options(optimizer=OPTIMIZERS.get(optimizer, ps.AdamW(lr=1e-2))).optimizer
+    exact(usual, lambda: blocks(10), optimizer=chosen.model_copy(update={"param_groups": groups}))
 
 
 def test_overflow_in_fp16(exact):

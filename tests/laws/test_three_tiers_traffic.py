@@ -1,40 +1,24 @@
 """Law 4 with a disk: transfers follow from home tiers and plan, not from the speed of the disk."""
 
-import contextlib
 import dataclasses
 import random
 import time
 import typing
+from unittest import mock
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from probes import complete_updates, disk_step_of, manager_of
-from sampling import draws
+from sampling import draws, nightly
 from toys import batches
 
 from patrickstar._layout.schema import PARAM16
 from patrickstar._memory.disk_tier import DiskTier
 from patrickstar._memory.swap_file import SwapFile
 
-from .tiers import (
-    assert_at_rest,
-    chunk_sizes,
-    on_disk,
-    optimizer_bytes_on_disk,
-    options,
-    rooms,
-    small_engine,
-    wide_shapes,
-)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Provide an empty directory, and check that it is empty at the end."""
-    directory = tmp_path_factory.mktemp("disk")
-    yield directory
-    assert not list(directory.iterdir())
+from . import tiers
+from .tiers import on_disk, options, rooms, small_engine, wide_shapes
 
 
 class Slow(SwapFile):
@@ -95,20 +79,9 @@ def bytes_of(engine, pages):
     return sum(disk.written_bytes(chunk, pages.first * size, pages.numel * size) for chunk, size in sizes)
 
 
-@settings(max_examples=draws(4), deadline=None, print_blob=True)
-@given(shape=wide_shapes, chunk_size=st.sampled_from([1000, 9000, 40000]), room=rooms)
+@settings(max_examples=64 if nightly() else 1, deadline=None, print_blob=True)
+@given(wide_shapes, st.sampled_from([1000, 9000, 40000]), rooms)
 def test_transfers_do_not_depend_on_the_speed_of_the_disk(folder, shape, chunk_size, room):
-    check_speeds(folder, shape, chunk_size, room)
-
-
-@pytest.mark.slow
-@settings(max_examples=draws(60), deadline=None, print_blob=True)
-@given(shape=wide_shapes, chunk_size=st.sampled_from([1000, 9000, 40000]), room=rooms)
-def test_transfers_do_not_depend_on_the_speed_in_many_more_cases(folder, shape, chunk_size, room):
-    check_speeds(folder, shape, chunk_size, room)
-
-
-def check_speeds(folder, shape, chunk_size, room):
     """Check every step, including those before the plan: no decision depends on the speed of a disk."""
     config = on_disk(shape.build, options("bf16", chunk_size), folder, batches(1)[0], room)
     transfers = []
@@ -116,11 +89,10 @@ def check_speeds(folder, shape, chunk_size, room):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("patrickstar._memory.hardware.SwapFile", kind)
             patch.setattr(Slow, "seed", seed)
-            hooks = {"evict_everything": room.evict_everything}
-            with contextlib.closing(small_engine(shape.build, config, **hooks)) as engine:
+            with small_engine(shape.build, config, evict_everything=room.evict_everything) as engine:
                 assume(engine.inspect().disk is not None)
                 transfers.append(steps(engine, 6)[0])
-                assert_at_rest(engine)
+                tiers.assert_at_rest(engine)
     assert transfers[1:] == transfers[:1] * 2
 
 
@@ -143,27 +115,27 @@ class RecordingDisk(DiskTier):
 
 
 @settings(max_examples=draws(6), deadline=None, print_blob=True)
-@given(wide_shapes, chunk_sizes, rooms, st.integers(1, 3))
+@given(wide_shapes, tiers.chunk_sizes, rooms, st.integers(1, 3))
 def test_optimizer_states_follow_home_tiers_and_clean_parameters_are_not_written(
     folder, shape, chunk_size, room, count
 ):
     # Recomputation in backward may move a gradient away, and read its master from disk again to restore the parameter.
     shape = dataclasses.replace(shape, checkpointing=False)
     config = on_disk(shape.build, options("bf16", chunk_size), folder, batches(1)[0], room)
-    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
-        patch.setattr("patrickstar._memory.hardware.DiskTier", RecordingDisk)
-        engine = small_engine(shape.build, config, evict_everything=room.evict_everything)
-        stack.callback(engine.close)
+    with (
+        mock.patch("patrickstar._memory.hardware.DiskTier", RecordingDisk),
+        small_engine(shape.build, config, evict_everything=room.evict_everything) as engine,
+    ):
         assume(engine.inspect().disk is not None)
         steps(engine, 5)
         RecordingDisk.moved.clear()
         RecordingDisk.clean.clear()
         ahead = speculative_bytes(engine)
         ahead -= steps(engine, count)[1] + speculative_bytes(engine)
-        expected = count * optimizer_bytes_on_disk(engine)
+        expected = count * tiers.optimizer_bytes_on_disk(engine)
         sums = {"read": ahead, "write": 0}
         for operation, kind, nbytes in RecordingDisk.moved:
             sums[operation] += nbytes if kind != PARAM16 else 0
         assert sums == {"read": expected, "write": expected}
         assert not RecordingDisk.clean, "unmodified chunks were written back"
-        assert_at_rest(engine)
+        tiers.assert_at_rest(engine)

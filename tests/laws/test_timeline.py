@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 from probes import manager_of
-from toys import mean_square
+from toys import train
 
 import patrickstar as ps
 from patrickstar._schedule.placement import Tier
@@ -25,20 +25,14 @@ BATCHES = inputs(STEPS)
 
 def engine_on(tier: str, folder) -> ps.Engine:
     """Return an engine whose model fits, or lies on the host or on a disk."""
-    torch.manual_seed(0)
     if tier == "disk":
         return small_engine(blocks, on_disk(blocks, options(), folder, BATCHES[0], Room(host_bytes=30000)))
     budget = 60_000 if tier == "host" else "1GiB"
     return small_engine(blocks, options(device_memory=budget, host_memory="1MiB"))
 
 
-def step(engine: ps.Engine, number: int) -> torch.Tensor:
-    loss = mean_square(engine(*BATCHES[number]))
-    engine.backward(loss)
-    engine.clip_grad_norm_(1.0)
-    engine.optimizer.step()
-    engine.optimizer.zero_grad()
-    return loss.detach().clone()
+def step(engine: ps.Engine, number: int) -> list[torch.Tensor]:
+    return train(engine, [BATCHES[number]], max_norm=1.0)
 
 
 def memory_of(timeline: StepTimeline, tier: Tier) -> list[int]:
@@ -57,7 +51,7 @@ def test_a_record_changes_nothing_and_agrees_with_the_statistics(tmp_path, tier)
     plain, plain_stats = [], []
     with engine_on(tier, tmp_path) as engine:
         for number in range(STEPS):
-            plain.append(step(engine, number))
+            plain += step(engine, number)
             plain_stats.append(engine.stats.last)
         expected = engine.state_dict()
     losses, stats, used = [], [], []
@@ -65,16 +59,15 @@ def test_a_record_changes_nothing_and_agrees_with_the_statistics(tmp_path, tier)
         manager = manager_of(engine)
         with engine.record() as recording:
             for number in range(STEPS):
-                losses.append(step(engine, number))
+                losses += step(engine, number)
                 stats.append(engine.stats.last)
                 used.append((manager.device_tier.used, manager.host_tier.used))
         assert manager.timeline is None
         assert_same_bits(expected, engine.state_dict(), "parameters")
     assert_same_bits(plain, losses, "losses")
     assert [each.step for each in recording.timelines] == RECORDED
-    for one, other in zip(plain_stats, stats, strict=True):
-        names = ("h2d_bytes", "d2h_bytes", "evictions", "device_peak_model_bytes")
-        assert [getattr(one, name) for name in names] == [getattr(other, name) for name in names]
+    for name in ("h2d_bytes", "d2h_bytes", "evictions", "device_peak_model_bytes"):
+        assert [getattr(each, name) for each in plain_stats] == [getattr(each, name) for each in stats]
     for timeline in recording.timelines:
         assert StepTimeline.of_json(json.loads(json.dumps(timeline.as_json()))).as_json() == timeline.as_json()
         last = stats[timeline.step - 1]
@@ -101,12 +94,13 @@ def test_a_record_changes_nothing_and_agrees_with_the_statistics(tmp_path, tier)
 def test_all_disk_bytes_are_recorded(tmp_path):
     """Transfers that are in flight when a recorded step ends belong to none: with one step after the other, to none."""
     with engine_on("disk", tmp_path) as engine, engine.record() as recording:
-        for number in range(4):
-            step(engine, number)
-        written = sum(work.nbytes for work in recording.timelines[2].work if work.channel is Channel.DISK_WRITE)
-        read = sum(work.nbytes for work in recording.timelines[2].work if work.channel is Channel.DISK_READ)
-        assert 0 < written <= 2 * engine.stats.last.disk_write_bytes
-        assert 0 < read <= 2 * engine.stats.last.disk_read_bytes
+        train(engine, BATCHES[:4], max_norm=1.0)
+        for channel, nbytes in (
+            (Channel.DISK_WRITE, engine.stats.last.disk_write_bytes),
+            (Channel.DISK_READ, engine.stats.last.disk_read_bytes),
+        ):
+            recorded = sum(work.nbytes for work in recording.timelines[2].work if work.channel is channel)
+            assert 0 < recorded <= 2 * nbytes, channel
         assert all(nbytes == engine.stats.last.disk_bytes for _, nbytes in recording.timelines[2].disk)
 
 
@@ -118,10 +112,8 @@ def test_gradients_take_the_place_of_parameters(tmp_path):
     (_, forward), (backward_s, backward), (step_s, _), _ = timeline.phases
     assert (forward, backward) == ("forward", "backward")
     chunks = {index for _, index, _ in timeline.gradients}
-    assert [sorted(index for _, index, holds in timeline.gradients if holds is value) for value in (True, False)] == [
-        sorted(chunks),
-        sorted(chunks),
-    ]
+    for value in (True, False):
+        assert sorted(index for _, index, holds in timeline.gradients if holds is value) == sorted(chunks)
     assert all(backward_s < at_s for at_s, _, holds in timeline.gradients if holds)
     assert all(step_s < at_s for at_s, _, holds in timeline.gradients if not holds)
 

@@ -1,4 +1,4 @@
-"""Law 4, traffic: no unnecessary transfers."""
+"""Law 4, traffic: no unnecessary transfers. Law 5, ownership: one valid copy, and duplicates that may be dropped."""
 
 from functools import cache
 
@@ -8,6 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from probes import after_allocations, manager_of, tracer_of
 from sampling import draws
+from seeded import engine_of
 from torch import nn
 from toys import Shape, batches, train
 
@@ -16,7 +17,7 @@ from patrickstar._layout.chunk_mapping import ALIGN_NUMEL
 from patrickstar._memory.chunk_manager import ChunkManager
 from patrickstar.testing import NoMeter
 
-from .models import config, shapes, smallest_device_bytes
+from .models import chunk_sizes, config, shapes, smallest_device_bytes
 
 
 class RecordingManager(ChunkManager):
@@ -95,7 +96,6 @@ def test_a_planned_step_fetches_the_optimum(layers, chunks_that_fit):
     lookups = engine.stats.last.h2d_bytes - (fetched := fetched_chunks(engine))
     assert lookups >= 0
     assert fetched == optimal_fetches(accesses, sizes, budget, present)
-    engine.close()
 
 
 def fetched_chunks(engine: Engine) -> int:
@@ -149,3 +149,33 @@ def test_experts_that_differ_in_each_step_move_each_parameter_twice():
             with torch.no_grad():
                 engine(torch.ones(2, 32), [step, step + 1, step + 2])
         assert counters.h2d_bytes - before <= 4 * (nbytes - 5 * largest + 4 * largest)
+
+
+# Ownership: every chunk has a valid copy, and a duplicate may be dropped at any time
+
+
+@settings(max_examples=draws(8), deadline=None, print_blob=True)
+@given(shapes, chunk_sizes, st.integers(0, 3000), st.integers(0, 2**32))
+def test_one_owner_and_duplicates_that_agree(shape, chunk_size, spare_bytes, seed):
+    budget = smallest_device_bytes(shape, chunk_size, "bf16") + spare_bytes
+    options = config("bf16", chunk_size, device_memory=budget)
+    engine, dropping = engine_of(shape.build, options), engine_of(shape.build, options)
+    for step in range(3):
+        torch.manual_seed(step)
+        losses = train(engine, batches(1))
+        drop_duplicates(dropping, seed + step)
+        torch.manual_seed(step)
+        assert train(dropping, batches(1)) == losses
+        for chunk in manager_of(engine).chunks.values():
+            assert chunk.in_memory and not chunk.disk_valid
+            if chunk.device_valid and chunk.host_valid:
+                assert torch.equal(chunk.on_device(chunk.whole), chunk.on_host(chunk.whole))
+
+
+def drop_duplicates(engine: Engine, seed: int) -> None:
+    """Drop the host copy of random chunks that have two valid copies."""
+    generator = torch.Generator().manual_seed(seed)
+    manager = manager_of(engine)
+    for chunk in manager.chunks.values():
+        if chunk.device_valid and chunk.host_valid and torch.rand((), generator=generator) < 0.5:
+            manager.host_tier.free(chunk)

@@ -3,10 +3,9 @@
 import gc
 import os
 import resource
-import signal
-import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,9 +15,11 @@ from typing import Any
 
 import torch
 import toys
+from distributed.ranks import fork_server
 from hypothesis import reject
 from hypothesis import strategies as st
 from probes import complete_updates, disk_step_of, manager_of, record_accesses
+from seeded import assert_same_model, engine_of, reference_of
 from torch import nn
 from toys import layers, mean_square
 
@@ -66,6 +67,8 @@ def blocks(count: int = 6) -> nn.Sequential:
     return layers(WIDTH, count, nn.Tanh)
 
 
+many_blocks = partial(blocks, 16)
+"""A model whose model data exceeds the host's buffers: a page of 8-bit states is at least a block of the disk."""
 inputs = partial(toys.inputs, width=WIDTH)
 wide_shapes = shapes.map(lambda shape: replace(shape, width=WIDTH))
 """Models that do not fit on the host."""
@@ -82,28 +85,34 @@ def with_budgets(config: ps.Config, device: int | None, host: int | None, disk: 
 
 
 def small_engine(build: Build, config: ps.Config, **hooks: Any) -> Engine:
-    """Create an engine with the smallest page size that a disk supports."""
-    return Engine(build, config, page_bytes=PAGE_BYTES, **{"meter": testing.NoMeter(), "poison": True} | hooks)
+    """Create an engine from seed 0 with the smallest page size that a disk supports."""
+    return engine_of(build, config, page_bytes=PAGE_BYTES, **hooks)
+
+
+_least_budgets: dict[Any, tuple[int, int, int]] = {}
 
 
 def on_disk(build: Build, config: ps.Config, directory: str | Path, batch: tuple[Any, ...], room: Room) -> ps.Config:
     """Return the configuration with budgets that need a disk: the smallest that work, plus `room`."""
-    device = least_device_bytes(build, config, batch) + room.device_bytes
-    engine = Engine(build, with_budgets(config, device, None), meter=testing.NoMeter())
-    optimizer_bytes = engine.layout.optimizer_bytes
-    engine.close()
-    disk = ps.Disk(directory=directory)
-    host = least_host_bytes(build, with_budgets(config, device, 1, disk))
+    disk, model = ps.Disk(directory=directory), getattr(build, "__self__", build)  # `Shape.build` has an equal shape
+    key = model, repr(config), room.device_bytes, bool(room.host_share)
+    if key not in _least_budgets:
+        device = least_device_bytes(build, config, batch) + room.device_bytes
+        optimizer_bytes = 0
+        if room.host_share:
+            with Engine(build, with_budgets(config, device, None), meter=testing.NoMeter()) as engine:
+                optimizer_bytes = engine.layout.optimizer_bytes
+        _least_budgets[key] = device, least_host_bytes(build, with_budgets(config, device, 1, disk)), optimizer_bytes
+    device, host, optimizer_bytes = _least_budgets[key]
     return with_budgets(config, device, host + room.host_bytes + int(room.host_share * optimizer_bytes), disk)
 
 
 def least_device_bytes(build: Build, config: ps.Config, batch: tuple[Any, ...]) -> int:
     """Return the bytes of chunks that the largest operator accesses together, measured in one step."""
-    engine = Engine(build, with_budgets(config, None, None), meter=testing.NoMeter())
-    largest = max(chunk.compute_bytes for chunk in engine.layout.chunks)
-    sizes = record_accesses(engine)
-    engine.backward(mean_square(engine(*batch)))
-    engine.close()
+    with Engine(build, with_budgets(config, None, None), meter=testing.NoMeter()) as engine:
+        largest = max(chunk.compute_bytes for chunk in engine.layout.chunks)
+        sizes = record_accesses(engine)
+        engine.backward(mean_square(engine(*batch)))
     return max(largest, *sizes)
 
 
@@ -118,30 +127,18 @@ def least_host_bytes(build: Build, config: ps.Config) -> int:
 
 
 def compare(
-    build: Build,
-    config: ps.Config,
-    script: testing.Script,
-    *,
-    evict_everything: bool = False,
-    **hooks: Any,
+    build: Build, config: ps.Config, script: testing.Script, *, evict_everything: bool = False, **hooks: Any
 ) -> None:
     """Compare as `testing.compare`, for an engine that needs its disk, and check its counters."""
-    torch.manual_seed(0)
-    reference = testing.ReferenceTrainer(build, with_budgets(config, None, None))
+    reference = reference_of(build, with_budgets(config, None, None))
     expected = script(reference, reference.optimizer)
-    torch.manual_seed(0)
-    engine = small_engine(build, config, evict_everything=evict_everything, **hooks)
-    if engine.inspect().disk is None:
-        engine.close()
-        reject()
-    try:
+    with small_engine(build, config, evict_everything=evict_everything, **hooks) as engine:
+        if engine.inspect().disk is None:
+            reject()
         results = script(engine, engine.optimizer)
         testing.assert_same_bits(list(expected), list(results), "tensors returned by the script")
-        testing.assert_same_bits(reference.state_dict(), engine.state_dict(), "parameters and buffers")
-        testing._assert_same_states(reference.optimizer.state_dict(), engine.optimizer.state_dict())
+        assert_same_model(reference, engine)
         assert_at_rest(engine)
-    finally:
-        engine.close()
     state = reference.state_dict()
     for name, param in engine.module.named_parameters():
         assert torch.equal(param.detach(), state[name]), f"{name}, after the engine was closed"
@@ -180,9 +177,8 @@ def assert_one_owner(chunks: Iterable[Chunk]) -> None:
 
 def real_bytes(chunks: Iterable[Chunk]) -> tuple[int, int]:
     """Return the bytes of chunks on the device and on the host."""
-    return sum(chunk.device_bytes for chunk in chunks), sum(
-        0 if chunk.host is None else chunk.host.numel() * chunk.host.element_size() for chunk in chunks
-    )
+    hosts = [chunk.host for chunk in chunks if chunk.host is not None]
+    return sum(chunk.device_bytes for chunk in chunks), sum(host.numel() * host.element_size() for host in hosts)
 
 
 def optimizer_bytes_on_disk(engine: Engine) -> int:
@@ -204,24 +200,32 @@ def pages_of(offset: int, numel: int, length: int) -> range:
     return range(offset // length, -(-(offset + numel) // length))
 
 
-def last_save_of_a_killed_run(module: str, folder: Path, until: Callable[[str], bool]) -> int:
-    """Run `trained(folder, 1, 99, True)` of a test module, and kill it at a line that it prints.
+def _print_into(path: Path, trained: Callable[..., Engine], folder: Path) -> None:
+    torch.set_num_threads(1)
+    with path.open("w", buffering=1) as sys.stdout:
+        trained(folder, 1, 99, True)
 
-    Returns:
-        The number of the last step that it has saved.
-    """
-    code = f"import pathlib, laws.{module} as test; test.trained(pathlib.Path({str(folder)!r}), 1, 99, True)"
-    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    child = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path}
-    )
-    assert child.stdout is not None
-    for line in child.stdout:
-        if until(line):
-            break
-    child.send_signal(signal.SIGKILL)
-    child.communicate()
+
+def last_save_of_a_killed_run(trained: Callable[..., Engine], folder: Path, until: Callable[..., bool]) -> int:
+    """Run `trained(folder, 1, 99, True)` elsewhere; kill it at a line of numbers; return the last saved step."""
+    (printed := folder / "printed").touch()
+    child = fork_server().Process(target=_print_into, args=(printed, trained, folder), daemon=True)
+    child.start()
+    while not any(until(*map(int, line.split())) for line in printed.read_text().splitlines()):
+        assert child.is_alive(), "the run has ended"
+        time.sleep(0.005)
+    child.kill()
+    child.join()
     return max(int(saved.name.split()[1]) for saved in folder.glob("step *") if saved.is_dir())
+
+
+def check_a_killed_run(trained: Callable[..., Engine], folder: Path, until: Callable[..., bool]) -> None:
+    """Assert that a run, killed as in `last_save_of_a_killed_run`, resumes with the bits of one that was not."""
+    saved = last_save_of_a_killed_run(trained, folder, until)
+    assert saved >= 4
+    (undisturbed := folder / "undisturbed").mkdir()
+    with trained(undisturbed, 1, saved + 2) as expected, trained(folder, saved + 1, saved + 2) as found:
+        assert_same_model(expected, found, "resumed ")
 
 
 def worker_threads() -> list[str]:

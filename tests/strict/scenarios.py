@@ -1,6 +1,6 @@
 """Training loops on the strict device that together use every copy, wait and order of an engine.
 
-As a program, `python scenarios.py COUNT`, it runs scenarios until one fails.
+`removed_statements.py` runs it as a program, `python scenarios.py COUNT`: scenarios until one fails.
 See [Note: removed statements] in `removed_statements.py`.
 """
 
@@ -8,12 +8,24 @@ import copy
 import faulthandler
 import gc
 import itertools
-import os
 import random
 import sys
 import tempfile
-from pathlib import Path
 from typing import Any
+
+import removal  # noqa: F401  First: without the statement that the environment names.
+import strict_device
+import torch
+import toys
+from seeded import engine_of, reference_of
+from test_exactness import run_schedule
+from torch import nn
+
+import patrickstar as ps
+from patrickstar import testing
+from patrickstar._memory.accelerator import Accelerator
+from patrickstar._schedule.prefetch import AggressivePrefetch, DemandFetch
+from patrickstar.errors import BudgetError
 
 WIDTH, LAYERS, STEPS = 48, 6, 4
 MODELS = "layers", "uneven layers", "words"
@@ -23,9 +35,6 @@ PARAM16_BYTES = LAYERS * 2 * (WIDTH * WIDTH + WIDTH)
 
 def _build(model: str) -> Any:
     """Build a model: equal layers, layers whose chunks leave gaps of different sizes on the host, or an embedding."""
-    import toys
-    from torch import nn
-
     if model == "layers":
         return toys.layers(WIDTH, LAYERS, nn.GELU)
     if model == "uneven layers":
@@ -36,9 +45,6 @@ def _build(model: str) -> Any:
 
 def _data(model: str, count: int) -> list[Any]:
     """Return batches on the device."""
-    import torch
-    import toys
-
     if model == "words":
         generator = torch.Generator().manual_seed(2)
         return [torch.randint(0, 40, (3, 8), generator=generator).to("strict") for _ in range(count)]
@@ -47,8 +53,6 @@ def _data(model: str, count: int) -> list[Any]:
 
 def _loop(trainer: Any, model: str, accumulation: int, clip: bool, options: tuple[str, ...], update: bool) -> list[Any]:
     """Train some steps without a wait between them."""
-    import torch
-
     results: list[Any] = []
     for number, batch in enumerate(_data(model, accumulation * STEPS)):
         last, step = number % accumulation == accumulation - 1, number // accumulation
@@ -83,43 +87,19 @@ def _loop(trainer: Any, model: str, accumulation: int, clip: bool, options: tupl
 
 def _expected(precision: str, *options: Any) -> Any:
     """Return the results and parameters of plain PyTorch, which are the same in all scenarios of these options."""
-    import strict_device
-    import torch
-
-    import patrickstar as ps
-    from patrickstar import testing
-
     if (precision, *options) not in _EXPECTED:
         strict_device.configure()
-        torch.manual_seed(0)
-        reference = testing.ReferenceTrainer(
-            lambda: _build(options[0]), ps.Config(device="strict", precision=precision)
-        )
+        reference = reference_of(lambda: _build(options[0]), ps.Config(device="strict", precision=precision))
         _EXPECTED[precision, *options] = _loop(reference, *options, False), reference.state_dict()
     return _EXPECTED[precision, *options]
 
 
 def run(seed: int) -> bool:
-    """Run a random loop with random budgets by a random schedule, and compare it with plain PyTorch.
-
-    Returns:
-        False if the budgets are too small for the loop.
-    """
-    import strict_device
-    import torch
-
-    import patrickstar as ps
-    from patrickstar import testing
-    from patrickstar._engine.engine import Engine
-    from patrickstar._memory.accelerator import Accelerator
-    from patrickstar._schedule.prefetch import AggressivePrefetch, DemandFetch
-    from patrickstar.errors import BudgetError
-
+    """Compare a random loop with plain PyTorch; return False if its random budgets are too small."""
     choice = random.Random(seed)
     model, accumulation, clip = choice.choice(MODELS), choice.choice([1, 1, 2]), choice.random() < 0.3
-    options = tuple(
-        name for name in ("discard", "freeze", "read", "evaluate", "load", "optimizer states") if choice.random() < 0.2
-    )
+    kinds = ("discard", "freeze", "read", "evaluate", "load", "optimizer states")
+    options = tuple(name for name in kinds if choice.random() < 0.2)
     precision = choice.choice(["bf16", "bf16", "fp32"])
     results, parameters = _expected(precision, model, accumulation, clip, options)
     with tempfile.TemporaryDirectory() as directory:
@@ -149,17 +129,9 @@ def run(seed: int) -> bool:
             gc.collect()
             allocated = Accelerator(torch.device("strict")).allocated_bytes
             strict_device.configure(seed=seed, capacity=allocated + int(config.device_memory) + room)
-        torch.manual_seed(0)
+        hooks = dict(page_bytes=4096, prefetch_policy=policy, evict_everything=evict_everything)
         try:
-            engine = Engine(
-                lambda: _build(model),
-                config,
-                meter=testing.NoMeter(),
-                poison=True,
-                page_bytes=4096,
-                prefetch_policy=policy,
-                evict_everything=evict_everything,
-            )
+            engine = engine_of(lambda: _build(model), config, **hooks)
         except BudgetError:
             return False
         try:
@@ -183,9 +155,6 @@ def run(seed: int) -> bool:
 def main(count: int) -> None:
     """Run scenarios and print the seeds of those that were refused; return if none fails."""
     faulthandler.enable()
-    import removal  # noqa: F401  without the statement that the environment names
-    from test_exactness import run_schedule
-
     with tempfile.TemporaryDirectory() as directory:
         for seed in range(count):
             if not run(seed):
@@ -195,6 +164,4 @@ def main(count: int) -> None:
 
 
 if __name__ == "__main__":
-    os.environ["PATRICKSTAR_TEST_DEVICE"] = "strict"
-    sys.path.insert(0, str(Path(__file__).parents[1]))
     main(int(sys.argv[1]))

@@ -10,7 +10,6 @@ from speculation_cases import DELAYED_EVENTS, loop
 
 import patrickstar as ps
 
-RUNS_PER_TEST = 10
 STEPS = 6
 
 
@@ -33,20 +32,20 @@ def test_the_bits_are_those_of_the_reference_from_disk(tmp_path):
 
 
 @pytest.mark.parametrize("event", DELAYED_EVENTS[1:])
-@pytest.mark.parametrize("evict_everything", [False, True], ids=["planned", "evicted at every access"])
-def test_whatever_happens_before_the_step_is_as_in_the_reference(event, evict_everything):
-    options = dict(chunk_size="6KiB", host_memory="4MiB", device_memory=0.7, evict_everything=evict_everything)
+@pytest.mark.parametrize("room", [False, True], ids=["planned", "evicted at every access"])
+def test_whatever_happens_before_the_step_is_as_in_the_reference(event, room):
+    options = dict(chunk_size="6KiB", host_memory="4MiB", device_memory=0.7, evict_everything=room)
     compare(loop([[]] * 2 + [[event], [], [event], []], [1] * 6), 3, **options)
 
 
-@pytest.mark.parametrize("disk", [False, True])
-@pytest.mark.parametrize("first", some_are_slow(100, fast=10))
-def test_random_loops_give_the_bits_of_the_reference(first, disk, tmp_path):
+@pytest.mark.parametrize("room", [False, True], ids=["memory", "disk"])
+@pytest.mark.parametrize("seeds", some_are_slow(100, fast=10))
+def test_random_loops_give_the_bits_of_the_reference(seeds, room, tmp_path):
     tested = 0
-    for seed in range(first, first + RUNS_PER_TEST):
+    for seed in seeds:
         strict_device.configure(seed=seed)
         options = dict(update=ps.Delayed(after=random.Random(seed).choice([0, 1, 2, 3, 5])))
-        if disk:
+        if room:
             options |= dict(disk=ps.Disk(tmp_path), host_memory=f"{150 + seed % 5 * 15}KiB", device_memory=2.5)
         tested += cases.run(seed, DELAYED_EVENTS, device="strict", **options).steps > 0
-    assert tested > RUNS_PER_TEST // 2
+    assert tested > len(seeds) // 2

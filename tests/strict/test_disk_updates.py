@@ -8,9 +8,9 @@ from unittest import mock
 
 import pytest
 import strict_device
-import torch
 import toys
 from probes import disk_step_of, manager_of, optimizer_step_of
+from seeded import engine_of
 from torch import nn
 
 import patrickstar as ps
@@ -30,8 +30,7 @@ def new_engine(directory: Path) -> Iterator[Engine]:
     strict_device.configure(seed=1)
     options = dict(device_memory="120KiB", host_memory="280KiB", disk=ps.Disk(directory))
     config = ps.Config(device="strict", chunk_size="18KiB", **options)
-    hooks = dict(meter=testing.NoMeter(), poison=True, page_bytes=4096)
-    with Engine(lambda: toys.layers(WIDTH, 8, nn.GELU), config, **hooks) as engine:
+    with engine_of(lambda: toys.layers(WIDTH, 8, nn.GELU), config, page_bytes=4096) as engine:
         yield engine
 
 
@@ -47,6 +46,12 @@ def updated(engine: Engine) -> set[Chunk]:
     """Return the `param16` chunks whose update is in progress."""
     live = disk_step_of(engine).staging_pool.live
     return {pages.owner.param16 for pages in live if pages.update is not None and not pages.updated}
+
+
+def set_later(event: threading.Event) -> threading.Timer:
+    timer = threading.Timer(0.2, event.set)
+    timer.start()
+    return timer
 
 
 @contextmanager
@@ -65,8 +70,8 @@ def updates_in_progress(engine: Engine, tier: Tier = Tier.DEVICE) -> Iterator[th
     manager.move_to_tier(manager.param16[0], tier)
     begun = threading.Barrier(THREADS + 1)
     pool = optimizer_step_of(engine).host_updates.streamed._pool
-    pool.submit([lambda stage: (begun.wait(60), opened.wait(60))] * THREADS, "updates without end")
-    begun.wait(60)
+    pool.submit([lambda stage: (begun.wait(600), opened.wait(600))] * THREADS, "updates without end")
+    begun.wait(600)
     engine.optimizer.step()
     while not updated(engine):
         pipeline.progress()
@@ -98,8 +103,7 @@ def test_a_chunk_moves_once_its_update_has_ended(tmp_path, tier, move):
         chunk = manager.param16[0]
         with updates_in_progress(engine, tier) as opened:
             assert chunk in updated(engine) and chunk.device_valid == (tier is Tier.DEVICE)
-            timer = threading.Timer(0.2, opened.set)
-            timer.start()
+            timer = set_later(opened)
             if move == "evict":
                 manager.make_room(manager.device_tier.chunkable_bytes, protect=())
             elif move == "move":
@@ -125,8 +129,7 @@ def test_a_chunk_moves_once_its_update_has_ended(tmp_path, tier, move):
 def test_an_engine_closes_with_updates_in_progress(tmp_path, keep):
     with new_engine(tmp_path) as engine:
         with updates_in_progress(engine) as opened:
-            timer = threading.Timer(0.2, opened.set)
-            timer.start()
+            timer = set_later(opened)
             engine.close(keep=keep)
             timer.join()
         assert not updated(engine)
@@ -139,8 +142,7 @@ def test_an_engine_closes_after_an_error_with_updates_in_progress(tmp_path, monk
     with new_engine(tmp_path) as engine:
         pipeline, names = disk_step_of(engine), dict(engine.module.named_parameters())
         with updates_in_progress(engine, tier) as opened:
-            timer = threading.Timer(0.2, opened.set)
-            timer.start()
+            timer = set_later(opened)
             monkeypatch.setattr(pipeline.staging_pool, "collect", mock.Mock(side_effect=error))
             with suppress(type(error)):
                 engine.close()
@@ -174,7 +176,6 @@ def test_no_update_runs_after_one_has_failed(tmp_path):
 def test_a_chunk_on_its_way_to_the_host_is_updated_there(tmp_path):
     results = []
     for evict in (False, True):
-        torch.manual_seed(0)
         with new_engine(tmp_path) as engine:
             manager, pipeline = manager_of(engine), disk_step_of(engine)
             for _ in range(2):

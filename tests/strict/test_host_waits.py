@@ -1,13 +1,15 @@
 """Law: in a planned step no thread but worker threads waits for the device."""
 
+from functools import partial
+
 import pytest
 import strict_device
 import toys
+from sampling import draws
+from seeded import engine_of
 from torch import nn
 
 import patrickstar as ps
-from patrickstar import testing
-from patrickstar._engine.engine import Engine
 from patrickstar._schedule.prefetch import AggressivePrefetch, DemandFetch
 
 WIDTH = 64
@@ -15,10 +17,6 @@ STEPS = 7
 PLANNED = 4
 """Number of the first step that follows a plan made in a step like it."""
 PARAM16_BYTES = 8 * 2 * (WIDTH * WIDTH + WIDTH)
-
-
-def layers() -> nn.Module:
-    return toys.layers(WIDTH, 8, nn.GELU)
 
 
 def waits_of_steps(
@@ -29,8 +27,7 @@ def waits_of_steps(
     data = [(batch.to("strict"),) for (batch,) in toys.inputs(STEPS, width=WIDTH, rows=32)]
     options |= {"disk": ps.Disk(tmp_path)} if "disk" in options else {}
     config = ps.Config(device="strict", chunk_size="18KiB", **{"host_memory": "8MiB"} | options)
-    hooks = {"meter": testing.NoMeter(), "poison": True, "page_bytes": 4096}
-    engine = Engine(layers, config, prefetch_policy=policy, **hooks)
+    engine = engine_of(partial(toys.layers, WIDTH, 8, nn.GELU), config, prefetch_policy=policy, page_bytes=4096)
     waits = []
     for batch in data:
         strict_device.extension.reset_host_waits()
@@ -66,7 +63,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", range(1, 1 + draws(2)))
 @pytest.mark.parametrize("case", CASES)
 def test_a_planned_step_does_not_wait(case, seed, tmp_path):
     waits = waits_of_steps(tmp_path, seed=seed, **CASES[case])

@@ -7,7 +7,7 @@ import pytest
 import strict_device
 from laws.test_late_copies import some_are_slow
 from lock_free_cases import IN_MEMORY, config_of, engine_with, on_disk, run_random, run_three
-from speculation_cases import DELAYED_EVENTS, backward, loop
+from speculation_cases import DELAYED_EVENTS, loop, step
 
 import patrickstar as ps
 from patrickstar._step.disk_optimizer_step import DiskOptimizerStep
@@ -15,7 +15,6 @@ from patrickstar._step.host_updates import HostUpdates
 from patrickstar._step.lock_free_update import LockFreeUpdates
 from patrickstar._step.streamed_update import StreamedUpdate
 
-RUNS_PER_TEST = 10
 STEPS = 8
 
 
@@ -117,26 +116,25 @@ def test_gradients_are_copied_to_the_host_in_their_own_dtype(tmp_path):
     config = config_of(ps.LockFree(after=1), device="strict", device_memory=20, **IN_MEMORY)
     with engine_with(config) as engine:
         for number in range(3):
-            backward(engine, number)
-            engine.optimizer.step()
+            step(engine, number)
         gradients = sum(2 * param.numel() for param in engine.module.parameters())
         assert engine.stats.last.d2h_bytes <= 2 * gradients  # newest parameters of states on the device, too
 
 
 @pytest.mark.parametrize("event", DELAYED_EVENTS[1:])
-@pytest.mark.parametrize("evict_everything", [False, True], ids=["planned", "evicted at every access"])
-def test_whatever_happens_before_the_step(event, evict_everything, sluggish, tmp_path):
+@pytest.mark.parametrize("room", [False, True], ids=["planned", "evicted at every access"])
+def test_whatever_happens_before_the_step(event, room, sluggish, tmp_path):
     sluggish(0.5)
-    options = dict(chunk_size="6KiB", device_memory=0.7, evict_everything=evict_everything, **IN_MEMORY)
+    options = dict(chunk_size="6KiB", device_memory=0.7, evict_everything=room, **IN_MEMORY)
     compare(loop([[]] * 2 + [[event], [], [event], []], [1] * 6), 3, tmp_path, **options)
 
 
-@pytest.mark.parametrize("disk", [False, True])
-@pytest.mark.parametrize("first", some_are_slow(100, fast=10))
-def test_random_loops(first, disk, sluggish, tmp_path):
+@pytest.mark.parametrize("room", [False, True], ids=["memory", "disk"])
+@pytest.mark.parametrize("seeds", some_are_slow(100, fast=10))
+def test_random_loops(seeds, room, sluggish, tmp_path):
     tested = 0
-    for seed in range(first, first + RUNS_PER_TEST):
+    for seed in seeds:
         strict_device.configure(seed=seed)
         sluggish(random.Random(seed).choice([0.0, 0.5, 0.9, 1.0]), seed)
-        tested += run_random(seed, tmp_path, device="strict", **({} if disk else IN_MEMORY))
-    assert tested > RUNS_PER_TEST // 4
+        tested += run_random(seed, tmp_path, device="strict", **({} if room else IN_MEMORY))
+    assert tested > len(seeds) // 4

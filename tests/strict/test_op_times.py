@@ -1,4 +1,4 @@
-"""Times of operators on a device and of their launches are measured apart: here both are known."""
+"""Times of operators, launches and updates on a device are measured apart: here they are known."""
 
 import time
 
@@ -7,12 +7,17 @@ import strict_device
 import torch
 
 from patrickstar._dry_run.device_timer import DeviceTimer
+from patrickstar._dry_run.machine_profile import _update_rate
 from patrickstar._dry_run.op_benchmark import MIN_RUNS, OpBenchmark
 from patrickstar._dry_run.op_tracer import OpCost
+from patrickstar._kernels.dispatch import Kernels
+from patrickstar._memory.hardware import Hardware
+from patrickstar._perf_model.workload import UPDATE_BYTES
+from patrickstar._step import streamed_update
 
 DEVICE = torch.device("strict", 0)
-FILL_S = 0.5
-"""Longer than the launches of all runs: the host stays ahead."""
+FILL_S = 2.0
+"""Longer than the launches of all runs, also on a busy machine: the host stays ahead."""
 
 
 @pytest.fixture(autouse=True)
@@ -54,9 +59,8 @@ def test_the_device_and_the_host_are_timed_apart(device_s, launch_s):
 
 def test_without_work_before_them_launches_count_for_the_device():
     operator, value = Operator(0.001, 0.02), torch.zeros(4, device=DEVICE)
-    device_s, _ = DeviceTimer(strict_device.StrictAccelerator(DEVICE), lambda: None).measure(
-        [lambda: operator(value)], 4
-    )
+    alone = DeviceTimer(strict_device.StrictAccelerator(DEVICE), lambda: None)
+    device_s, _ = alone.measure([lambda: operator(value)], runs=4)
     assert device_s >= 0.02
 
 
@@ -75,3 +79,32 @@ def test_memory_traffic_bounds_the_time_on_the_device():
     bench.timer = timer()
     meta = torch.zeros(25_000, device="meta")
     assert bench(Operator(0.0, 0.0), (meta,), {}, meta).seconds == pytest.approx(0.2)  # read and written, by 1 MB/s
+
+
+# The probe of this machine times updates as the engine runs them: in pieces, with copies in both directions
+
+
+NUMEL = 1 << 16
+
+
+@pytest.mark.parametrize("slow", ["up", "down"])
+def test_an_update_is_no_faster_than_its_copies(slow):
+    rates = {"up": 1e9, "down": 1e9, slow: 1e6}
+    strict_device.configure(timed=strict_device.Rates(**rates))
+    rate = _update_rate(Hardware(torch.device("strict", 0)), NUMEL)
+    assert 0 < rate / UPDATE_BYTES * 2 <= 1e6, "two bytes per parameter pass the link"
+
+
+def test_an_update_reaches_the_kernel_in_the_pieces_of_a_step(monkeypatch):
+    strict_device.configure()
+    lengths = []
+    start = Kernels.start
+
+    def noted(self, spans, scales):
+        lengths.extend(span.numel for span in spans)
+        return start(self, spans, scales)
+
+    monkeypatch.setattr(Kernels, "start", noted)
+    monkeypatch.setattr(streamed_update, "PIECE_NUMEL", NUMEL // 4)
+    _update_rate(Hardware(torch.device("strict", 0)), NUMEL)
+    assert set(lengths) == {NUMEL // 4}

@@ -7,7 +7,7 @@ REMOVED = (
     "accelerator: self.current_stream().wait_event(event)",
     pytest.param("accelerator: event.synchronize()", marks=pytest.mark.slow),
     pytest.param("chunk: self.d2h_transfer.wait()", marks=pytest.mark.slow),
-    "streamed_update: self.accelerator.order(used)",
+    pytest.param("streamed_update: self.accelerator.order(used)", marks=pytest.mark.slow),
 )
 
 

@@ -11,6 +11,7 @@ import strict_device
 import torch
 import toys
 from probes import manager_of, optimizer_step_of
+from seeded import engine_of, run_step
 from torch import nn
 
 import patrickstar as ps
@@ -28,21 +29,21 @@ class Gate:
         self.engine = engine
         self._permits = threading.Semaphore(0)
         self._closed = False
-        self._taken: list = []
+        self._waiting: list = []
         streamed = optimizer_step_of(engine).host_updates.streamed
         self._run, streamed._run = streamed._run, self._wait_and_run
 
     def _wait_and_run(self, update) -> None:
         while update.job is None:
             time.sleep(0.001)
-        self._taken.append(update)
+        self._waiting.append(update)
         while self._closed and not (self._is_first(update) and self._permits.acquire(timeout=0.01)):
             time.sleep(0.001)
-        self._taken.remove(update)
+        self._waiting.remove(update)
         self._run(update)
 
     def _is_first(self, update) -> bool:
-        return update is min(list(self._taken), key=lambda taken: taken.job._number)
+        return update is min(list(self._waiting), key=lambda waiting: waiting.job._number)
 
     @property
     def updating(self) -> list[str]:
@@ -77,20 +78,17 @@ def after_a_step(device_memory: str = "8MiB", *, update: bool = False, **options
         device_memory: By default parameters stay on the device; the states are on the host.
     """
     strict_device.configure(seed=1)
-    torch.manual_seed(0)
     optimizer = ps.EMA(ps.AdamW(lr=1e-2), decay=0.9)
     budgets = dict(device_memory=device_memory, host_memory="8MiB")
     config = ps.Config(device="strict", chunk_size="9KiB", optimizer=optimizer, **budgets, **options)
-    hooks = dict(meter=testing.NoMeter(), poison=True, page_bytes=4096, speculates=False)
-    with Engine(lambda: toys.layers(WIDTH, LAYERS, nn.GELU), config, **hooks) as engine:
+    hooks = dict(page_bytes=4096, speculates=False)
+    with engine_of(lambda: toys.layers(WIDTH, LAYERS, nn.GELU), config, **hooks) as engine:
         gate = Gate(engine)
         for number in range(3):
             if number == 2:
                 optimizer_step_of(engine).complete()
                 gate.close()
-            engine.backward(engine(batch()).float().square().mean(), update=update)
-            engine.optimizer.step()
-            engine.optimizer.zero_grad()
+            run_step(engine, (batch(),), update=update)
         try:
             yield engine, gate
         finally:
@@ -141,14 +139,12 @@ def test_a_parameter_without_gradient_keeps_its_value_beside_updates_of_its_chun
 
     strict_device.configure(seed=1)
     config = ps.Config(device="strict", chunk_size="9KiB", device_memory="60KiB", host_memory="8MiB")
-    with Engine(build, config, meter=testing.NoMeter(), poison=True) as engine:
+    with engine_of(build, config) as engine:
         for number in range(6):
             for layer in engine.module:
                 with torch.no_grad():
                     layer.idle.add_(1)
-            engine.backward(engine(batch()).float().square().mean())
-            engine.optimizer.step()
-            engine.optimizer.zero_grad()
+            run_step(engine, (batch(),))
             for layer in engine.module:
                 assert (layer.idle.detach().cpu() == number + 1).all()
 
@@ -243,14 +239,14 @@ READS: dict[str, Callable[[Engine, Path], dict[str, torch.Tensor]]] = {
 }
 
 
-@pytest.mark.parametrize("device_memory", ["60KiB", "120KiB", "8MiB"])
+@pytest.mark.parametrize("room", ["60KiB", "120KiB", "8MiB"])
 @pytest.mark.parametrize("name", READS)
-def test_what_is_read_has_been_updated(name, device_memory, tmp_path):
+def test_what_is_read_has_been_updated(name, room, tmp_path):
     """Every way to look at a parameter, its states or its gradient shows the bits after the step."""
     results = []
     for updated in (True, False):
         (folder := tmp_path / str(updated)).mkdir()
-        with after_a_step(device_memory) as (engine, gate):
+        with after_a_step(room) as (engine, gate):
             if updated:
                 gate.open()
                 optimizer_step_of(engine).complete()
@@ -300,8 +296,7 @@ def test_a_failed_update_names_its_parameters_by_their_next_use():
             engine.module[1](engine.module[0](batch().bfloat16()))
         assert "1.0.weight" in raised.value.__notes__[0] and "Load a checkpoint" in raised.value.__notes__[0]
         streamed._run = run
-        engine.backward(engine(batch()).float().square().mean())
-        engine.optimizer.step()
+        run_step(engine, (batch(),))
         assert all(value.isfinite().all() for value in engine.module.state_dict().values())
 
 

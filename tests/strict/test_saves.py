@@ -2,6 +2,7 @@
 
 import os
 import time
+from functools import cache
 from unittest import mock
 
 import pytest
@@ -9,10 +10,11 @@ import strict_device
 import torch
 import toys
 from probes import manager_of
+from sampling import draws
+from seeded import assert_same_model, engine_of, run_step
 from torch import nn
 
 import patrickstar as ps
-from patrickstar import testing
 from patrickstar._checkpoint import direct_writer
 from patrickstar._checkpoint.direct_writer import DirectWriter
 from patrickstar._engine.engine import Engine
@@ -38,44 +40,36 @@ def build() -> nn.Module:
 
 
 def new_engine(device_memory: str) -> Engine:
-    torch.manual_seed(0)
     config = ps.Config(device="strict", chunk_size="18KiB", device_memory=device_memory, host_memory="8MiB")
-    return Engine(build, config, meter=testing.NoMeter(), poison=True, page_bytes=PAGE_BYTES)
+    return engine_of(build, config, page_bytes=PAGE_BYTES)
 
 
-def data() -> torch.Tensor:
-    return toys.inputs(1, width=WIDTH, rows=32)[0][0].to("strict")
+@cache
+def batch() -> tuple[torch.Tensor]:
+    return (toys.inputs(1, width=WIDTH, rows=32)[0][0].to("strict"),)
 
 
-def step(engine: Engine, batch: torch.Tensor) -> None:
-    engine.backward(engine(batch).float().square().mean())
-    engine.optimizer.step()
-    engine.optimizer.zero_grad()
+def train(engine: Engine, steps: int) -> None:
+    """Train without a wait for the device."""
+    for _ in range(steps):
+        run_step(engine, batch())
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(draws(10)))
 @pytest.mark.parametrize("device_memory", ["16MiB", "160KiB"])
 def test_a_checkpoint_holds_the_step_before_it(tmp_path, device_memory, seed):
     """States are on the device with the larger budget, and on the host with the smaller one."""
     strict_device.configure(seed=seed)
-    engine, batch = new_engine(device_memory), data()
-    for _ in range(2):
-        step(engine, batch)
+    engine, expected, loaded = (new_engine(device_memory) for _ in range(3))
+    train(engine, 2)
     tiers = {param.optimizer_tier for param in engine.inspect().parameters}
     assert tiers == {"device" if device_memory == "16MiB" else "host"}
     engine.save(tmp_path / "checkpoint", wait=False)
-    for _ in range(2):
-        step(engine, batch)
+    train(engine, 2)
     engine.close()
-    expected = new_engine(device_memory)
-    for _ in range(2):
-        step(expected, batch)
-    loaded = new_engine(device_memory)
+    train(expected, 2)
     loaded.load(tmp_path / "checkpoint")
-    testing.assert_same_bits(expected.state_dict(), loaded.state_dict(), "parameters")
-    testing._assert_same_states(expected.optimizer.state_dict(), loaded.optimizer.state_dict())
-    expected.close()
-    loaded.close()
+    assert_same_model(expected, loaded)
 
 
 def test_a_save_that_is_waited_for_is_complete(tmp_path, monkeypatch):
@@ -88,31 +82,26 @@ def test_a_save_that_is_waited_for_is_complete(tmp_path, monkeypatch):
     monkeypatch.setattr(direct_writer.os, "fsync", slow_sync)
     engine.save(tmp_path / "checkpoint")
     assert (tmp_path / "checkpoint").exists()
-    engine.close()
 
 
 def test_states_that_are_being_saved_are_released_before_their_update(tmp_path, monkeypatch):
-    engine, batch = new_engine("16MiB"), data()
-    for _ in range(2):
-        step(engine, batch)
+    engine = new_engine("16MiB")
+    train(engine, 2)
     engine.save(tmp_path / "checkpoint", wait=False)
     release = mock.Mock(wraps=DirectWriter.release)
     monkeypatch.setattr(DirectWriter, "release", lambda writer, owner: release(writer, owner))
-    step(engine, batch)
+    train(engine, 1)
     released = {call.args[1] for call in release.call_args_list}
     assert released >= {chunk for chunk in manager_of(engine).chunks.values() if chunk.kind.startswith("exp_avg")}
-    engine.close()
 
 
 @pytest.mark.parametrize("device_memory", ["16MiB", "160KiB"])
 def test_a_step_beside_a_save_does_not_wait_for_the_device(tmp_path, device_memory):
     strict_device.configure(seed=1)
-    engine, batch = new_engine(device_memory), data()
-    for _ in range(5):
-        step(engine, batch)
+    engine = new_engine(device_memory)
+    train(engine, 5)
     engine.save(tmp_path / "checkpoint", wait=False)
     torch.accelerator.synchronize()
     strict_device.extension.reset_host_waits()
-    step(engine, batch)
+    train(engine, 1)
     assert strict_device.extension.host_waits() == {"event": 0, "stream": 0, "copy": 0, "op": 0}
-    engine.close()

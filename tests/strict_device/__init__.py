@@ -109,57 +109,6 @@ def _load() -> Any:
     return extension
 
 
-class _DeviceModule(ModuleType):
-    """What PyTorch expects of `torch.<device type>`."""
-
-    def __init__(self, extension: Any) -> None:
-        super().__init__("torch.strict")
-        self._extension = extension
-
-    def is_available(self) -> bool:
-        return True
-
-    def is_initialized(self) -> bool:
-        return True
-
-    def _lazy_init(self) -> None:
-        """Do nothing: devices are made at their first use."""
-
-    def device_count(self) -> int:
-        return int(self._extension.DEVICES)
-
-    def current_device(self) -> int:
-        return torch.accelerator.current_device_index()
-
-    def set_device(self, device: Any) -> None:
-        torch.accelerator.set_device_index(_index(device))
-
-    def get_device_name(self, device: Any = None) -> str:
-        return "strict device"
-
-    def synchronize(self, device: Any = None) -> None:
-        torch.accelerator.synchronize(_index(device))
-
-    def _is_in_bad_fork(self) -> bool:
-        return False
-
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        return [torch.bfloat16, torch.float16]
-
-    def manual_seed(self, seed: int) -> None:
-        self._extension.seed(self.current_device(), seed)
-
-    def manual_seed_all(self, seed: int) -> None:
-        for index in range(self.device_count()):
-            self._extension.seed(index, seed)
-
-    def get_rng_state(self, device: Any = None) -> torch.Tensor:
-        return self._extension.get_state(_index(device))
-
-    def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
-        self._extension.set_state(_index(device), state)
-
-
 def _index(device: Any) -> int:
     if isinstance(device, int):
         return device
@@ -171,7 +120,26 @@ def _index(device: Any) -> int:
 torch.set_num_threads(1)
 extension = _load()
 torch.utils.rename_privateuse1_backend("strict")
-torch._register_device_module("strict", _DeviceModule(extension))
+
+_device_module = ModuleType("torch.strict")
+"""What PyTorch expects of `torch.<device type>`."""
+_device_module.__dict__.update(
+    is_available=lambda: True,
+    is_initialized=lambda: True,
+    _lazy_init=lambda: None,  # devices are made at their first use
+    _is_in_bad_fork=lambda: False,
+    device_count=lambda: int(extension.DEVICES),
+    current_device=torch.accelerator.current_device_index,
+    set_device=lambda device: torch.accelerator.set_device_index(_index(device)),
+    get_device_name=lambda device=None: "strict device",
+    synchronize=lambda device=None: torch.accelerator.synchronize(_index(device)),
+    get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float16],
+    manual_seed=lambda seed: extension.seed(torch.accelerator.current_device_index(), seed),
+    manual_seed_all=lambda seed: [extension.seed(index, seed) for index in range(extension.DEVICES)],
+    get_rng_state=lambda device=None: extension.get_state(_index(device)),
+    set_rng_state=lambda state, device=None: extension.set_state(_index(device), state),
+)
+torch._register_device_module("strict", _device_module)
 
 
 def configure(

@@ -70,17 +70,29 @@ class Lists:
         """Return a copy with its own memory."""
         return replace(self, chunks={name: chunk.clone() for name, chunk in self.chunks.items()})
 
-    def after(self, implementation, scales=SCALES, shard_bounds=()):
-        """Return the chunks after one update, split into spans at `shard_bounds`."""
+    def after(self, implementation, scales=SCALES, shard_bounds=(), elsewhere=0):
+        """Return the chunks after one update, split into spans at `shard_bounds`.
+
+        Masters and states are written to other memory if `elsewhere` is not 0: so many elements further from a line.
+        """
         lists = self.copy()
         span = lists.span()
+        if elsewhere:
+            names = ("master", *self.rule.kinds)
+            new = {name: torch.full((len(self.chunks[name]) + elsewhere,), AROUND)[elsewhere:] for name in names}
+            out = replace(lists, chunks=new)
+            span = replace(span, out=tuple(out.view(name) for name in names))
         spans = [span.page(slice(*ends)) for ends in pairwise((0, *sorted(shard_bounds), self.numel))]
         implementation.update(spans, scales)
-        return lists.chunks
+        if not elsewhere:
+            return lists.chunks
+        assert_same_bits([self.chunks[name] for name in names], [lists.chunks[name] for name in names], "old values")
+        return lists.chunks | new
 
     def check(self, implementation, scales=SCALES, shard_bounds=()):
-        """Compare with the eager backend on a single span, including the memory around the parameter."""
-        expected, actual = self.after(EagerBackend(), scales), self.after(implementation, scales, shard_bounds)
-        assert_same_bits(
-            expected, actual, f"{self.rule} over {self.numel} elements from {self.firsts}, cut at {shard_bounds}"
-        )
+        """Compare with the eager backend on a single span in place, including the memory around the parameter."""
+        expected = self.after(EagerBackend(), scales)
+        for elsewhere in (0, 1, 32):
+            actual = self.after(implementation, scales, shard_bounds, elsewhere)
+            case = f"{self.rule} over {self.numel} elements from {self.firsts}, cut at {shard_bounds}, to {elsewhere}"
+            assert_same_bits(expected, actual, case)

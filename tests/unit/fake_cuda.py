@@ -38,13 +38,11 @@ class FakeCuda:
         return getattr(self.current, "index", 0)
 
     def set_device(self, index: int) -> None:
-        """Set the current device of the calling thread."""
         self.current.index = index
         self.entered.append((threading.current_thread().name, index))
 
     @contextmanager
     def on(self, index: int):
-        """Set the current device temporarily."""
         before, self.current.index = self.device, index
         yield
         self.current.index = before
@@ -60,13 +58,11 @@ class FakeCuda:
         return 0
 
     def unregister(self, address: int) -> int:
-        """Unlock registered memory."""
         self.calls.append(("unregister", self.device, address))
         del self.registered[address]
         return 0
 
     def set_fraction(self, fraction: float, index: int) -> None:
-        """Set the limit of the process."""
         self.fraction = fraction
 
     def launch(self, *_, **__) -> torch.Tensor:
@@ -82,7 +78,6 @@ class FakeCuda:
         return {**counted, "num_alloc_retries": self.retries}
 
     def configure(self, text: str) -> None:
-        """Record allocator settings."""
         self.configured.append(text)
         self.settings = {"PYTORCH_CUDA_ALLOC_CONF": text, "expandable_segments": "segments:True" in text}
 

@@ -1,5 +1,7 @@
 """IEEE 754's operations in numpy, each rounded once: what the kernels' arithmetic is checked against."""
 
+from functools import partial
+
 import numpy as np
 import torch
 
@@ -8,7 +10,7 @@ import torch
 # would. For + - * / and the square root that is so wherever the wider format has at least 2p + 2 digits, p being those
 # of the narrower one (Figueroa 1995), and 53 >= 2 * 24 + 2: a result is never so near to the middle between two
 # narrow numbers that the first rounding takes it there, unless it is there. A denormal result has fewer digits to be
-# rounded to, which leaves more room. `test_rules.py` holds this against fractions.
+# rounded to, which leaves more room. `test_update_rule.py` holds this against fractions.
 assert np.finfo(np.float64).nmant + 1 >= 2 * (np.finfo(np.float32).nmant + 1) + 2
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -39,37 +41,18 @@ def rounded(values: np.ndarray | float) -> np.ndarray:
         return np.asarray(values, dtype=np.float64).astype(np.float32)
 
 
-def add(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """The correctly rounded sum."""
-    return _once(np.add, one, other)
-
-
-def subtract(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """The correctly rounded difference."""
-    return _once(np.subtract, one, other)
-
-
-def multiply(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """The correctly rounded product."""
-    return _once(np.multiply, one, other)
-
-
-def divide(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """The correctly rounded quotient."""
-    return _once(np.divide, one, other)
-
-
-def square_root(one: np.ndarray) -> np.ndarray:
-    """The correctly rounded square root."""
-    return _once(np.sqrt, one)
-
-
 def _once(operation: np.ufunc, *values: np.ndarray) -> np.ndarray:
     """An operation on numbers of one format, its result rounded to that format."""
     (dtype,) = {value.dtype for value in values}
     with np.errstate(all="ignore"):
         result = operation(*(value.astype(np.float64) for value in values))
     return result if dtype == np.float64 else rounded(result)
+
+
+add, subtract, multiply, divide = (
+    partial(_once, operation) for operation in (np.add, np.subtract, np.multiply, np.divide)
+)
+square_root = partial(_once, np.sqrt)
 
 
 def stored(values: np.ndarray, dtype: torch.dtype = torch.float32) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What must give the same bits: PyTorch's operators, and the C++ kernel for each instruction set."""
+"""Implementations that must give the same bits: PyTorch's operators, and the C++ kernel for each instruction set."""
 
 import pytest
 

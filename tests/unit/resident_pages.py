@@ -1,4 +1,4 @@
-"""What the system says of the pages of a range of addresses."""
+"""The system's account of the pages of a range of addresses."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The update rules written with IEEE 754's operations in NumPy: the reference that `test_rules.py` compares with."""
+"""The update rules written with IEEE 754's operations in NumPy: the reference of `test_update_rule.py`."""
 
 import math
 

@@ -9,7 +9,6 @@ import pytest
 from patrickstar._report.advice import advice
 from patrickstar._report.run_file import Run
 from patrickstar._report.stalls import named_stalls
-from patrickstar._report.step_model import NoEstimateError, StepModel, channel_rate
 from patrickstar._schedule.step_timeline import Channel, Moment, Stall, StepTimeline, Work
 
 GB = 10**9
@@ -66,12 +65,8 @@ def step_of(
     )
 
 
-def told(run: Run, timeline: StepTimeline) -> list[str]:
+def sentences_of(run: Run, timeline: StepTimeline) -> list[str]:
     return advice(run, timeline, named_stalls(timeline, {}))
-
-
-def model_of(run: Run, timeline: StepTimeline) -> StepModel:
-    return StepModel.of(run, timeline, named_stalls(timeline, {}))
 
 
 def test_a_step_that_links_limit() -> None:
@@ -79,7 +74,7 @@ def test_a_step_that_links_limit() -> None:
 
     With 2 GB more, all stay from forward to backward; then computation limits the step. Other memory saves nothing.
     """
-    sentences = told(run_with(), step_of(4.0, 2.0))
+    sentences = sentences_of(run_with(), step_of(4.0, 2.0))
     links = "(estimate; measured: host to device 1.00 GB/s, device to host 1.00 GB/s)."
     assert sorted(sentences) == [
         f"1.86 GiB more device memory: 2.00 s per step instead of 4.00 s {links}",
@@ -89,22 +84,14 @@ def test_a_step_that_links_limit() -> None:
     assert sentences[-1].startswith("476.84 MiB"), "the smallest gain is last"
 
 
-def test_waits_that_transfers_do_not_explain_are_assumed_to_remain() -> None:
-    """The step took a second longer than its slowest channel, which is a quarter of the 4 s of transfers."""
-    model = model_of(run_with(), step_of(5.0, 2.0))
-    assert model.exposed == pytest.approx(0.25)
-    assert model.seconds() == pytest.approx(5.0)
-    assert model.with_memory(device_bytes=2 * GB).seconds() == pytest.approx(2.0 + 0.25 * 2.0)
-
-
 def test_twice_the_batch() -> None:
     """Non-model data of 0.9 GB leaves place for 45% of the parameters; of 1.8 GB for none: 0.9 s more of copies."""
     timeline = step_of(3.1, 2.0, to_device_s=3.1, non_model_bytes=9 * GB // 10)
-    (sentence,) = (text for text in told(run_with(), timeline) if text.startswith("Twice the batch"))
+    (sentence,) = (text for text in sentences_of(run_with(), timeline) if text.startswith("Twice the batch"))
     assert sentence.startswith(
         "Twice the batch: 4.00 s per step instead of 3.10 s, so 55% more tokens per second (estim"
     )
-    assert not any("batch" in text for text in told(run_with(), step_of(4.0, 2.0))), "twice 1.8 GB does not fit"
+    assert not any("batch" in text for text in sentences_of(run_with(), step_of(4.0, 2.0))), "twice 1.8 GB does not fit"
 
 
 def test_a_step_that_the_disk_limits() -> None:
@@ -116,7 +103,7 @@ def test_a_step_that_the_disk_limits() -> None:
     ]
     timeline.disk = [(0.0, 12 * GB)]
     timeline.end_s = 3.5
-    sentences = told(run_with(disk="/disk", host_budget_bytes=2 * GB), timeline)
+    sentences = sentences_of(run_with(disk="/disk", host_budget_bytes=2 * GB), timeline)
     disk = "(estimate; measured: disk read 4.00 GB/s, disk write 3.43 GB/s)."
     assert f"11.18 GiB more host memory: 2.00 s per step instead of 3.50 s {disk}" in sentences
     assert f"1.86 GiB more host memory: 2.92 s per step instead of 3.50 s {disk}" in sentences
@@ -125,7 +112,7 @@ def test_a_step_that_the_disk_limits() -> None:
 
 
 def test_what_nobody_waits_for_needs_no_advice() -> None:
-    (sentence,) = told(run_with(), step_of(4.0, 3.95))
+    (sentence,) = sentences_of(run_with(), step_of(4.0, 3.95))
     assert "transfers are hidden" in sentence
 
 
@@ -143,29 +130,6 @@ STATES_OF_SGD = [each for each in DESCRIPTION["chunks"] if not each[0].startswit
     ],
 )
 def test_without_an_estimate_waits_are_described(description: dict[str, Any], reason: str) -> None:
-    first, *others = told(run_with(**description), step_of(4.0, 2.0))
+    first, *others = sentences_of(run_with(**description), step_of(4.0, 2.0))
     assert first.startswith("There is no estimate: ") and reason in first
     assert any("Computation waits 2.000 s of 4.000 s (50%) for host to device" in text for text in others)
-
-
-def test_steps_that_the_model_does_not_describe() -> None:
-    twice = step_of(4.0, 2.0)
-    twice.phases = [(0.0, "forward"), (0.5, "backward"), (1.0, "forward"), (2.0, "backward"), (3.0, "step"), (4.0, "")]
-    with pytest.raises(NoEstimateError, match="a step of one backward, and this one has 2"):
-        model_of(run_with(), twice)
-    with pytest.raises(NoEstimateError, match=r"takes 4\.000 s at the measured rates, longer than it took"):
-        model_of(run_with(), step_of(3.0, 2.0))
-    no_copies = step_of(4.0, 2.0)
-    no_copies.work = works(Channel.UPDATE, 14 * GB, 1.0)
-    with pytest.raises(NoEstimateError, match="no copy between host and device was recorded"):
-        model_of(run_with(), no_copies)
-
-
-def test_works_at_the_same_time_count_once() -> None:
-    works_of_two = [
-        Work(Channel.DISK_READ, "a", GB, 0.0, 0.0, 2.0, False),
-        Work(Channel.DISK_READ, "b", GB, 0.0, 1.0, 2.0, False),
-        Work(Channel.DISK_READ, "c", 2 * GB, 0.0, 3.0, 5.0, False),
-    ]
-    assert channel_rate(StepTimeline(end_s=5.0, work=works_of_two), Channel.DISK_READ) == pytest.approx(GB)
-    assert channel_rate(StepTimeline(end_s=5.0), Channel.DISK_READ) is None

@@ -11,7 +11,6 @@ from sampling import draws
 from patrickstar._layout.chunk_mapping import (
     ALIGN_NUMEL,
     Layout,
-    ParamLocation,
     ParamSpec,
     align,
     build_layout,
@@ -170,36 +169,6 @@ def test_bytes_are_a_closed_formula(schema, nbytes, compute, data, chunk_numel):
     assert layout.padding_bytes == nbytes * (on_chunks - numel)
     assert layout.param16_bytes == compute * on_chunks
     assert layout.optimizer_bytes == (nbytes - compute) * on_chunks
-
-
-@quick
-@given(parameters(alone=False), chunk_numels)
-def test_bytes_of_mixed_schemas_add_up(params, chunk_numel):
-    layout = build_layout(params, chunk_numel)
-    payload = sum(param.numel * param.schema.bytes_per_param for param in params)
-    assert layout.model_data_bytes - layout.padding_bytes == payload
-    assert layout.padding_bytes >= 0
-    for chunk in layout.chunks:
-        assert chunk.total_bytes == chunk.compute_bytes + chunk.optimizer_bytes
-        assert chunk.total_bytes == sum(chunk.nbytes(spec.itemsize) for spec in chunk.schema.lists)
-
-
-def test_a_small_case_by_hand():
-    params = [ParamSpec("a", 160, TRAINED16), ParamSpec("b", 40, FROZEN16), ParamSpec("c", 256, TRAINED16)]
-    params += [ParamSpec("d", 800, TRAINED16), ParamSpec("e", 128, TRAINED16, alone=True), ParamSpec("f", 4, TRAINED16)]
-    layout = build_layout(params, 512)
-    assert layout.locations == {
-        "a": ParamLocation(0, 0, 160),
-        "b": ParamLocation(1, 0, 40),
-        "c": ParamLocation(0, 256, 256),
-        "d": ParamLocation(2, 0, 800),
-        "e": ParamLocation(3, 0, 128),
-        "f": ParamLocation(4, 0, 4),
-    }
-    assert [chunk.numel for chunk in layout.chunks] == [512, 128, 896, 128, 128]
-    assert [chunk.private for chunk in layout.chunks] == [False, False, True, True, False]
-    assert layout.model_data_bytes == 14 * (512 + 896 + 128 + 128) + 2 * 128
-    assert layout.padding_bytes == layout.model_data_bytes - 14 * (160 + 256 + 800 + 128 + 4) - 2 * 40
 
 
 def test_a_duplicate_name_is_refused():

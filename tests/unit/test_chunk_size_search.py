@@ -66,9 +66,3 @@ def test_each_bound_binds():
     assert largest_useful_numel(large, BUDGET) == LARGEST_CHUNK_BYTES // 2
     assert largest_useful_numel(large, 1 << 20) == (1 << 20) // PIPELINE_CHUNKS // 2
     assert largest_useful_numel(large, 1) == ALIGN_NUMEL
-
-
-def test_equal_blocks_waste_nothing():
-    schema = schema_for("bfloat16", trained=True)
-    params = [ParamSpec(f"p{i}", 3 * ALIGN_NUMEL, schema) for i in range(40)]
-    assert search_layout(params, 4 * 4 * 2 * 1000).padding_bytes == 0

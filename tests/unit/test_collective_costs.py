@@ -66,8 +66,8 @@ def test_model_data_of_a_process_are_14_bytes_per_owned_element_and_2_of_the_rep
     exact = Fraction(14 * numel, shards * replicas) + copy
     assert to_the_byte(data.nbytes, exact)
     # The tiers of a node hold the bytes of its processes, wherever the shares place them.
-    for resident, kept, in_ram in ((0.25, 0.5, 0.25), (1.0, 0.0, 0.0), (0.0, 1.0, 0.5)):
-        shares = dict.fromkeys(range(1, 1 + ShareVariables.COUNT), 0.0) | {0: 1.0, 1: kept, 2: resident}
+    for resident, copied, in_ram in ((0.25, 0.5, 0.25), (1.0, 0.0, 0.0), (0.0, 1.0, 0.5)):
+        shares = dict.fromkeys(range(1, 1 + ShareVariables.COUNT), 0.0) | {0: 1.0, 1: copied, 2: resident}
         shares |= {6: in_ram, 7: 1 - resident - in_ram}
         placed = sum(
             count * sum(coefficient * shares[index] for index, coefficient in enumerate(expression))
@@ -104,9 +104,9 @@ def test_expert_parallelism_exchanges_routed_tokens_four_times_per_layer_and_six
         assert to_the_byte(
             workload.experts.exchanged_bytes, 6 * layers * 2 * tokens * top_k * hidden * Fraction(ep - 1, ep)
         )
-    kept = gpt_workload(gpt, 3, False, mesh)
-    assert kept.experts.exchanges == 24
-    assert to_the_byte(kept.experts.exchanged_bytes, 24 * 2 * tokens * top_k * hidden * Fraction(ep - 1, ep))
+    work = gpt_workload(gpt, 3, False, mesh)
+    assert work.experts.exchanges == 24
+    assert to_the_byte(work.experts.exchanged_bytes, 24 * 2 * tokens * top_k * hidden * Fraction(ep - 1, ep))
     assert to_the_byte(exchange_bytes(1536, hidden, ep), 2 * 1536 * hidden * Fraction(ep - 1, ep))
 
 

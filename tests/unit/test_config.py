@@ -175,12 +175,9 @@ def test_the_package_offers_them():
     assert ps.TorchOptimizer is TorchOptimizer
 
 
-# Devices
-
-
 @pytest.fixture
 def cuda(monkeypatch):
-    """Says how many CUDA devices this machine has."""
+    """Return a function that sets how many CUDA devices this machine has."""
 
     def has(count):
         found = torch.device("cuda") if count else None

@@ -20,9 +20,6 @@ from patrickstar.testing import assert_same_bits
 pytestmark = [pytest.mark.usefixtures("one_thread"), implementations.needs_native]
 
 
-# Denormal flushing
-
-
 @pytest.fixture
 def flushed():
     """Return a function that enables flushing of denormals in this thread."""
@@ -79,23 +76,6 @@ def test_flushing_does_not_reach_what_is_denormal_among_scalars(rule, scales, fl
     assert_same_bits(expected, found.chunks, "with denormals flushed outside")
 
 
-STARTED_WHILE_FLUSHED = """
-kernel, lists = CppBackend.find(None, 2), denormal(3 * PIECE, PLAIN)
-expected, found = lists.after(EagerBackend()), lists.copy()
-spans = [found.span()]
-assert kernel.pool_size == 0
-flushes = torch.set_flush_denormal(True)
-kernel.update(spans, SCALES)
-torch.set_flush_denormal(False)
-assert kernel.pool_size == 2
-assert_same_bits(expected, found.chunks, f"threads started while denormals were flushed: {flushes}")
-"""
-
-
-def test_threads_started_while_denormal_numbers_are_flushed_do_not_flush_them():
-    in_a_process(STARTED_WHILE_FLUSHED)
-
-
 def test_the_callers_own_setting_stays(flushed):
     flushed()
     for numel in (10, PIECE + 10):
@@ -104,9 +84,6 @@ def test_the_callers_own_setting_stays(flushed):
     torch.set_flush_denormal(False)
     CppBackend.find().update([denormal(10, PLAIN).span()], ())
     assert float(torch.tensor([1e-40]) * 1.0) != 0.0
-
-
-# Running updates and the thread pool
 
 
 def test_an_update_may_be_finished_later():
@@ -158,84 +135,109 @@ def test_other_python_threads_run_during_an_update():
         counter.join()
 
 
-def in_a_process(program):
-    """Run a program with this module's names in a new process, whose pool has no threads."""
-    path = f"import sys\nsys.path[:0] = {sys.path!r}\n"
-    preamble = f"{path}from test_cpp_backend_threads import *\ntorch.set_num_threads(1)\n"
-    result = subprocess.run([sys.executable, "-c", preamble + program], capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr
+def threads_that_start_while_denormals_are_flushed_do_not_flush_them():
+    kernel, lists = CppBackend.find(None, 2), denormal(3 * PIECE, PLAIN)
+    expected, found = lists.after(EagerBackend()), lists.copy()
+    spans = [found.span()]
+    assert kernel.pool_size == 0
+    flushes = torch.set_flush_denormal(True)
+    kernel.update(spans, SCALES)
+    torch.set_flush_denormal(False)
+    assert kernel.pool_size == 2
+    assert_same_bits(expected, found.chunks, f"threads started while denormals were flushed: {flushes}")
 
 
-SHORT = """
-kernel, lists = CppBackend.find(None, 3), Lists.drawn(ADAM, PIECE)
-lists.after(kernel)
-assert kernel.pool_size == 0, kernel.pool_size
-lists = Lists.drawn(ADAM, 1 << 16)
-expected = lists.after(EagerBackend())
-running = kernel.start([(found := lists.copy()).span()], SCALES)
-assert kernel.pool_size == 3, kernel.pool_size
-running.finish()
-assert_same_bits(expected, found.chunks, "shared by threads")
-"""
-
-
-def test_threads_share_a_short_update():
+def threads_share_a_short_update():
     """One thread reaches a part of the memory's rate; only a single piece is not worth another one."""
-    in_a_process(SHORT)
+    kernel, lists = CppBackend.find(None, 3), Lists.drawn(ADAM, PIECE)
+    lists.after(kernel)
+    assert kernel.pool_size == 0, kernel.pool_size
+    lists = Lists.drawn(ADAM, 1 << 16)
+    expected = lists.after(EagerBackend())
+    running = kernel.start([(found := lists.copy()).span()], SCALES)
+    assert kernel.pool_size == 3, kernel.pool_size
+    running.finish()
+    assert_same_bits(expected, found.chunks, "shared by threads")
 
 
-TWO_AT_ONCE = """
-kernel = CppBackend.find(None, 2)
-assert kernel.pool_size == 0, kernel.pool_size
-lists = [Lists.drawn(ADAM, 3 * PIECE + 5, seed=seed) for seed in range(2)]
-expected = [one.after(EagerBackend()) for one in lists]
-start, wrong = threading.Barrier(2), []
+def two_python_threads_share_the_pool():
+    kernel = CppBackend.find(None, 2)
+    assert kernel.pool_size == 0, kernel.pool_size
+    lists = [Lists.drawn(ADAM, 3 * PIECE + 5, seed=seed) for seed in range(2)]
+    expected = [one.after(EagerBackend()) for one in lists]
+    start, wrong = threading.Barrier(2), []
 
-def work(number):
-    start.wait()
-    for _ in range(6):
+    def work(number):
+        start.wait()
+        for _ in range(6):
+            try:
+                assert_same_bits(expected[number], lists[number].after(kernel), f"thread {number}")
+            except AssertionError as error:
+                wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong, wrong
+    assert kernel.pool_size == 2, kernel.pool_size
+    CppBackend.find(None, 3).update([lists[0].copy().span()], ())
+    assert kernel.pool_size == 3, kernel.pool_size
+    kernel.grad_stats([lists[0].span().grad], ())
+    assert kernel.pool_size == 3, kernel.pool_size
+
+
+def after_a_fork_parent_and_child_can_both_update():
+    kernel = CppBackend.find(None, 2)
+    lists = Lists.drawn(ADAM, 2 * PIECE + 5)
+    expected = lists.after(EagerBackend())
+    assert_same_bits(expected, lists.after(kernel), "before the fork")
+    child = os.fork()
+    if child == 0:
         try:
-            assert_same_bits(expected[number], lists[number].after(kernel), f"thread {number}")
-        except AssertionError as error:
-            wrong.append(error)
+            assert kernel.pool_size == 0, kernel.pool_size
+            assert_same_bits(expected, lists.after(kernel), "the child")
+            assert kernel.pool_size == 2, kernel.pool_size
+        except BaseException as error:
+            print(repr(error), file=sys.stderr, flush=True)
+            os._exit(1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert kernel.pool_size == 2, kernel.pool_size
+    assert_same_bits(expected, lists.after(kernel), "the parent afterwards")
 
-threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
-for thread in threads: thread.start()
-for thread in threads: thread.join()
-assert not wrong, wrong
-assert kernel.pool_size == 2, kernel.pool_size
-CppBackend.find(None, 3).update([lists[0].copy().span()], ())
-assert kernel.pool_size == 3, kernel.pool_size
-kernel.grad_stats([lists[0].span().grad], ())
-assert kernel.pool_size == 3, kernel.pool_size
+
+IN_CHILDREN = [
+    threads_that_start_while_denormals_are_flushed_do_not_flush_them,
+    threads_share_a_short_update,
+    two_python_threads_share_the_pool,
+    after_a_fork_parent_and_child_can_both_update,
+]
+PROGRAM = """
+import os, sys, traceback
+import test_cpp_backend_threads as module
+
+module.torch.set_num_threads(1)
+for function in module.IN_CHILDREN:
+    if not (child := os.fork()):
+        try:
+            function()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), function.__name__, flush=True)
 """
 
 
-def test_two_python_threads_share_the_pool():
-    in_a_process(TWO_AT_ONCE)
+@pytest.fixture(scope="module")
+def ended():
+    """Run each function in a child of one new process, whose pool has no threads: importing torch takes the longest."""
+    program = f"import sys\nsys.path[:0] = {sys.path!r}\n{PROGRAM}"
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600)
 
 
-AFTER_FORK = """
-kernel = CppBackend.find(None, 2)
-lists = Lists.drawn(ADAM, 2 * PIECE + 5)
-expected = lists.after(EagerBackend())
-assert_same_bits(expected, lists.after(kernel), "before the fork")
-child = os.fork()
-if child == 0:
-    try:
-        assert kernel.pool_size == 0, kernel.pool_size
-        assert_same_bits(expected, lists.after(kernel), "the child")
-        assert kernel.pool_size == 2, kernel.pool_size
-    except BaseException as error:
-        print(repr(error), file=sys.stderr, flush=True)
-        os._exit(1)
-    os._exit(0)
-assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-assert kernel.pool_size == 2, kernel.pool_size
-assert_same_bits(expected, lists.after(kernel), "the parent afterwards")
-"""
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-def test_after_a_fork_parent_and_child_can_both_update():
-    in_a_process(AFTER_FORK)
+@pytest.mark.parametrize("function", IN_CHILDREN, ids=lambda function: function.__name__)
+def test_in_a_process_without_threads(function, ended):
+    assert f"0 {function.__name__}" in ended.stdout.splitlines(), ended.stderr

@@ -39,9 +39,6 @@ def small_registrations(monkeypatch):
     monkeypatch.setattr(CudaAccelerator, "max_lock_bytes", 4 * PAGE)
 
 
-# Threads
-
-
 def test_device_without_an_index_is_the_current_one(fake_cuda: FakeCuda):
     fake_cuda.set_device(1)
     device = CudaAccelerator(torch.device("cuda"))
@@ -97,9 +94,6 @@ def test_cpu_makes_no_cuda_calls():
         and hardware.library_bytes(torch.bfloat16) == 0
     )
     assert hardware.allocator_stats().retries == 0
-
-
-# Page-locked memory
 
 
 def test_arena_is_page_locked_in_several_registrations(fake_cuda: FakeCuda, small_registrations):
@@ -167,11 +161,11 @@ def test_memory_that_could_not_be_locked_is_given_back(fake_cuda: FakeCuda, monk
     monkeypatch.setattr(torch, "ones", fake_cuda.launch)
     faulted_in = []
 
-    def watched(address: int, nbytes: int) -> None:
+    def noted(address: int, nbytes: int) -> None:
         fault_in(address, nbytes)
         faulted_in.append(resident_bytes_at(address, nbytes))
 
-    monkeypatch.setattr(cuda_accelerator, "fault_in", watched)
+    monkeypatch.setattr(cuda_accelerator, "fault_in", noted)
     with pytest.warns(UserWarning, match="can't page-lock"):
         arena = HostArena(10 * PAGE + 1, CudaAccelerator(SECOND))
     assert faulted_in == [11 * PAGE] and resident_bytes_at(arena.memory.data_ptr(), arena.nbytes) == 0
@@ -186,9 +180,6 @@ def test_collected_arena_is_unlocked_before_its_memory_is_freed(fake_cuda: FakeC
     assert fake_cuda.calls[-2:] == [("synchronize", 1), ("unregister", 1, view.data_ptr())]
     view.fill_(3)
     assert set(view.tolist()) == {3}
-
-
-# The allocator
 
 
 def test_meter_reads_allocated_bytes_and_their_peak(fake_cuda: FakeCuda, monkeypatch):
@@ -281,25 +272,6 @@ def test_the_limit_of_what_is_reserved_belongs_to_the_open_engines(fake_cuda: Fa
     assert released == [True], "what is cached already goes first"
     engines[0].close()
     assert fake_cuda.fraction == pytest.approx(0.1)
-
-
-# The default budget
-
-
-@pytest.mark.parametrize(
-    ("free_bytes", "several", "expected"),
-    [
-        (80 * GIB, False, 80 * GIB - 3 * GIB // 2),
-        (80 * GIB, True, 80 * GIB - 5 * GIB // 2),
-        (16 * GIB, False, 16 * GIB - 3 * GIB // 2),
-        (16 * GIB, True, 16 * GIB - 5 * GIB // 2),
-        (2 * GIB, False, 2 * GIB * 60 // 100),
-        (0, False, 0),
-    ],
-)
-def test_default_budget_leaves_a_margin(free_bytes, several, expected):
-    assert default_budget(free_bytes, several) == expected
-    assert default_budget(free_bytes, several) <= default_budget(free_bytes)
 
 
 def test_reserved_memory_counts_as_free(fake_cuda: FakeCuda):

@@ -12,19 +12,6 @@ def strike():
     signal.raise_signal(signal.SIGINT)
 
 
-def test_ctrl_c_is_raised_after_the_work():
-    done = []
-
-    @defer_sigint
-    def work():
-        strike()
-        done.append("whole")
-
-    with pytest.raises(KeyboardInterrupt):
-        work()
-    assert done == ["whole"]
-
-
 def test_nested_contexts_defer_to_the_outermost():
     done = []
     with pytest.raises(KeyboardInterrupt), DeferSigint():
@@ -73,9 +60,6 @@ def test_other_threads_do_not_change_handlers():
     thread.start()
     thread.join()
     assert seen == [signal.getsignal(signal.SIGINT)]
-
-
-# Within a call into the engine
 
 
 def test_sections_of_a_call_defer_to_their_end():

@@ -41,11 +41,9 @@ class SignRule(Rule):
 
     @property
     def kinds(self):
-        """No states."""
         return ()
 
     def apply(self, master, grad, states):
-        """Move by the sign of the gradient."""
         master.add_(grad.sign_().mul_(-self.lr))
 
 
@@ -80,9 +78,6 @@ def kernels():
     return Kernels(implementations.native)
 
 
-# Choice
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("rule", [ADAM, SGD, LION], ids=lambda rule: type(rule).__name__)
 def test_the_c_plus_plus_kernel_takes_its_rules_over_masters_of_single_precision(rule, dtype, kernels):
@@ -92,31 +87,20 @@ def test_the_c_plus_plus_kernel_takes_its_rules_over_masters_of_single_precision
         assert kernels.for_grad_stats(one.grad) is kernels.cpp
 
 
-@pytest.mark.parametrize(
-    "one",
-    [
-        span(SignRule(0.1)),
-        span(TorchOptimRule(torch.optim.Adagrad, {}, {}, (), {}, 1)),
-        span(ADAM, grad=torch.float64, master=torch.float64),
-        span(ADAM, master=torch.float64),
-        span(ADAM, param=torch.float64),
-        span(ADAM, grad=torch.float64),
-        span(ADAM, device="meta"),
-        replace(span(ADAM), param=torch.empty(40, device="meta")),
-        replace(span(ADAM), master=torch.empty(40, device="meta")),
-    ],
-    ids=[
-        "a user's rule",
-        "a class of torch",
-        "double precision",
-        "a master of double precision",
-        "a parameter of double precision",
-        "a gradient of double precision",
-        "another device",
-        "a parameter elsewhere",
-        "a master elsewhere",
-    ],
-)
+OTHERS = {
+    "a user's rule": span(SignRule(0.1)),
+    "a class of torch": span(TorchOptimRule(torch.optim.Adagrad, {}, {}, (), {}, 1)),
+    "double precision": span(ADAM, grad=torch.float64, master=torch.float64),
+    "a master of double precision": span(ADAM, master=torch.float64),
+    "a parameter of double precision": span(ADAM, param=torch.float64),
+    "a gradient of double precision": span(ADAM, grad=torch.float64),
+    "another device": span(ADAM, device="meta"),
+    "a parameter elsewhere": replace(span(ADAM), param=torch.empty(40, device="meta")),
+    "a master elsewhere": replace(span(ADAM), master=torch.empty(40, device="meta")),
+}
+
+
+@pytest.mark.parametrize("one", OTHERS.values(), ids=OTHERS)
 def test_the_rest_is_left_to_pytorchs_operators(one, kernels):
     assert kernels.for_update(one) is kernels.eager
 
@@ -132,9 +116,6 @@ def test_without_the_c_plus_plus_kernel_pytorchs_operators_do_everything():
     for rule in (ADAM, SGD, LION, SignRule(0.1)):
         assert kernels.for_update(span(rule)) is kernels.eager
         assert kernels.for_grad_stats(span(rule).grad) is kernels.eager
-
-
-# Bits
 
 
 def mixed():
@@ -179,9 +160,6 @@ def test_what_the_c_plus_plus_kernel_began_is_waited_for_later(kernels):
     assert Kernels(None).start(other, (0.5,)) == []
     for ours, theirs in zip(one, other, strict=True):
         assert_same_bits(tensors(theirs), tensors(ours), str(ours.rule))
-
-
-# Workspace
 
 
 def test_updating_takes_room_only_where_pytorchs_operators_do_it(kernels):
@@ -235,9 +213,6 @@ def test_updating_takes_no_more_room_than_was_said(rule, dtype):
         EagerBackend().update([one], (0.3, 0.5))
     announced = Kernels(None).workspace_bytes(rule, CPU, dtype, one.numel)
     assert PAGE_NUMEL < allocations.peak_bytes <= announced
-
-
-# Warnings
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ from prefetch_policies import NextUse
 from sampling import draws
 
 from patrickstar._schedule.eviction import AccessHistory, EvictionPolicy, LeastRecentlyUsed, ListOrder
-from patrickstar._schedule.trace import NEVER, Moment, Trace
+from patrickstar._schedule.trace import Moment, Trace
 
-quick = settings(derandomize=True, deadline=None, max_examples=draws(300))
+quick = settings(derandomize=True, deadline=None, max_examples=draws(400))
 
 Accesses = list[tuple[int, ...]]
 
@@ -53,8 +53,8 @@ def optimum(accesses: Accesses, capacity: int) -> int:
         for resident, cost in cheapest.items():
             cost += len(set(chunks) - resident)
             others = resident - set(chunks)
-            for kept in range(min(len(others), capacity - len(chunks)) + 1):
-                for stay in combinations(sorted(others), kept):
+            for count in range(min(len(others), capacity - len(chunks)) + 1):
+                for stay in combinations(sorted(others), count):
                     after = frozenset(chunks) | frozenset(stay)
                     following[after] = min(cost, following.get(after, cost))
         cheapest = following
@@ -66,17 +66,10 @@ def next_use(accesses: Accesses) -> NextUse:
 
 
 @quick
-@given(cases())
-def test_next_use_fetches_no_more_than_the_optimum(case):
+@given(cases(), st.sampled_from([1, 3]))
+def test_next_use_fetches_no_more_than_the_optimum(case, iterations):
     capacity, accesses = case
-    assert fetches(next_use(accesses), accesses, capacity) == optimum(accesses, capacity)
-
-
-@quick
-@given(cases())
-def test_over_several_iterations_too(case):
-    capacity, accesses = case
-    assert fetches(next_use(accesses), accesses, capacity, iterations=3) == optimum(accesses * 3, capacity)
+    assert fetches(next_use(accesses), accesses, capacity, iterations) == optimum(accesses * iterations, capacity)
 
 
 @quick
@@ -86,13 +79,6 @@ def test_list_order_never_does_better(case):
     for iterations in (1, 2):
         by_list = fetches(ListOrder(), accesses, capacity, iterations)
         assert by_list >= fetches(next_use(accesses), accesses, capacity, iterations)
-
-
-def test_forward_and_backward_over_a_chain_keep_what_comes_back_first():
-    accesses = [(chunk,) for chunk in [*range(5), *reversed(range(5))]]
-    assert fetches(next_use(accesses), accesses, capacity=3) == 5 + 2
-    assert fetches(ListOrder(), accesses, capacity=3) == 5 + 2
-    assert fetches(next_use(accesses), accesses, capacity=3, iterations=2) == 7 + 4
 
 
 def layers_of_experts(layers, experts, parameters):
@@ -127,9 +113,3 @@ def test_an_order_is_a_permutation_of_the_candidates(case, candidates, now):
     assert sorted(order) == sorted(candidates)
     keys = [(-policy.trace.next_use(chunk, now), chunk) for chunk in order]
     assert keys == sorted(keys)
-
-
-def test_chunks_that_are_never_used_are_evicted_first():
-    policy = next_use([(0,), (1,), (2,)])
-    assert policy.trace.next_use(7, 0) == NEVER
-    assert policy.eviction_order([0, 1, 2, 7], now=0) == [7, 0, 2, 1]

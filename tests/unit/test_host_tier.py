@@ -77,40 +77,18 @@ def test_blocks_move_after_their_copies():
     assert copy.waits == 1 and second.start == 0
 
 
-# Accounting
-
-
-def test_chunks_and_other_data_are_counted_separately_under_one_budget():
-    host = tier(1280)
-    assert (host.used, host.other_bytes, host.free_bytes) == (0, 0, 1280)
-    chunk, block = chunk_on(host, 3), host.allocate_block(256)
-    assert (host.used, host.other_bytes, host.free_bytes) == (384, 256, 640)
-    host.free(chunk)
-    assert (host.used, host.other_bytes, host.free_bytes) == (0, 256, 1024)
-    host.release_block(block)
-    assert (host.used, host.other_bytes, host.free_bytes) == (0, 0, 1280)
-
-
 def test_peaks_are_those_since_the_last_reset():
     host = tier(4096)
-    chunk, kept = chunk_on(host, 8), chunk_on(host, 2)
+    chunk, small = chunk_on(host, 8), chunk_on(host, 2)
     block = host.allocate_block(512)
     host.free(chunk)
     host.release_block(block)
     assert (host.peak, host.other_peak) == (1280, 512)
     host.reset_peaks()
     assert (host.peak, host.other_peak) == (256, 0)
-    host.free(kept)
+    host.free(small)
     block = host.allocate_block(128)
     assert (host.peak, host.other_peak) == (256, 128)
-
-
-def test_budget_can_be_used_completely():
-    host = tier(10 * ALIGN_BYTES)
-    chunks = [chunk_on(host, 2, value) for value in range(4)]
-    host.allocate_block(2 * ALIGN_BYTES)
-    assert host.free_bytes == 0
-    assert [values(chunk) for chunk in chunks] == [{0.0}, {1.0}, {2.0}, {3.0}]
 
 
 def test_usage_summary():
@@ -130,17 +108,17 @@ def test_arena_is_no_larger_than_the_budget_and_may_be_smaller():
 
 def test_a_second_arena_is_added_within_the_budget():
     host = tier(16384, 4096)
-    kept = [chunk_on(host, 8, value, value) for value in range(4)]
+    chunks = [chunk_on(host, 8, value, value) for value in range(4)]
     more = chunk_on(host, 32, 9.0)
     assert len(host.arenas) == 2 and host.arena_bytes == 8192
     assert (host.used, host.free_bytes) == (8192, 8192)
-    assert [values(chunk) for chunk in (*kept, more)] == [{0.0}, {1.0}, {2.0}, {3.0}, {9.0}]
+    assert [values(chunk) for chunk in (*chunks, more)] == [{0.0}, {1.0}, {2.0}, {3.0}, {9.0}]
     assert host.touched_bytes == 2 * mmap.PAGESIZE
     host.free(more)
     block = host.allocate_block(4096)
     assert len(host.arenas) == 2, "existing arenas are used first"
     host.view(block, torch.uint8).fill_(1)
-    assert [values(chunk) for chunk in kept] == [{0.0}, {1.0}, {2.0}, {3.0}]
+    assert [values(chunk) for chunk in chunks] == [{0.0}, {1.0}, {2.0}, {3.0}]
     host.close()
 
 
@@ -156,9 +134,6 @@ def test_errors_state_the_missing_bytes_and_nothing_is_counted():
         chunk_on(host, 32)
     assert (host.used, host.other_bytes, host.free_bytes) == (2048, 0, 2048)
     assert values(chunk) == {1.0}
-
-
-# Duplicate copies
 
 
 def test_only_duplicate_copies_are_freed_to_make_room():
@@ -186,89 +161,13 @@ def test_the_block_of_a_chunk_being_evicted_to_it_is_not_freed():
     assert chunk.host is not None
 
 
-# Chunks
-
-
-def test_host_copy_is_in_the_arena_until_it_is_freed():
-    host = tier(4096)
-    host.allocate_block(128)
-    chunk = chunk_on(host, 4, 5.0)
-    assert chunk.host_bytes == chunk.nbytes == chunk.host_block.nbytes == 512
-    assert chunk.host.dtype == torch.float32 and chunk.host.shape == (128,)
-    assert chunk.host.data_ptr() == host.arenas[0].memory.data_ptr() + chunk.host_block.start
-    host.free(chunk)
-    assert (chunk.host, chunk.host_block, chunk.host_valid, chunk.host_bytes) == (None, None, False, 0)
-
-
 @pytest.mark.parametrize("poison", [True, False])
 def test_freed_memory_is_poisoned_on_request(poison):
     host = tier(4096, poison=poison)
     chunk = chunk_on(host, 1, 5.0)
-    kept = chunk.host
+    freed = chunk.host
     host.free(chunk)
-    assert kept.isnan().all() if poison else (kept == 5.0).all()
-
-
-def test_freed_memory_is_reused():
-    host = tier(256)
-    first = chunk_on(host, 2)
-    address = first.host.data_ptr()
-    host.free(first)
-    assert chunk_on(host, 2).host.data_ptr() == address
-    assert host.touched_bytes == mmap.PAGESIZE
-
-
-# Compaction
-
-
-def test_compaction_moves_chunks_and_reports_them():
-    host = tier(8 * ALIGN_BYTES)
-    chunks = [chunk_on(host, 2, value, value) for value in range(4)]
-    for chunk in (chunks[0], chunks[2]):
-        host.free(chunk)
-    assert host.moved == set()
-    newcomer = chunk_on(host, 4, 9.0)
-    assert host.moved == {chunks[1], chunks[3]}
-    assert [chunk.host_block.start for chunk in (chunks[1], chunks[3], newcomer)] == [0, 256, 512]
-    for chunk, value in ((chunks[1], 1.0), (chunks[3], 3.0), (newcomer, 9.0)):
-        assert values(chunk) == {value}
-        assert chunk.host.data_ptr() == host.arenas[0].memory.data_ptr() + chunk.host_block.start
-    chunks[1].on_host(chunks[1].whole).fill_(7.0)
-    assert values(chunks[3]) == {3.0} and values(newcomer) == {9.0}
-
-
-def test_freed_chunks_are_not_reported_as_moved():
-    host = tier(6 * ALIGN_BYTES)
-    freed, remaining, also_freed = (chunk_on(host, 2, value, value) for value in range(3))
-    host.free(freed)
-    host.free(also_freed)
-    chunk_on(host, 4)
-    assert host.moved == {remaining}
-    assert freed.host is None and also_freed.host is None
-
-
-def test_compaction_moves_blocks_that_are_no_chunks():
-    host = tier(6 * ALIGN_BYTES)
-    chunk, block = chunk_on(host, 2), host.allocate_block(256)
-    host.view(block, torch.uint8).fill_(42)
-    last = chunk_on(host, 1)
-    host.free(chunk)
-    host.free(last)
-    borrowed = host.allocate_block(512)
-    assert (block.start, borrowed.start) == (0, 256)
-    assert set(host.view(block, torch.uint8).tolist()) == {42}
-    assert host.moved == set()
-
-
-def test_full_tier_raises_and_keeps_its_content():
-    host = tier(4 * ALIGN_BYTES)
-    first, second = chunk_on(host, 2, 1.0), chunk_on(host, 1, 2.0)
-    host.free(first)
-    with pytest.raises(BudgetError, match="needs 512 contiguous bytes"):
-        chunk_on(host, 4)
-    assert values(second) == {2.0}
-    assert second.host.data_ptr() == host.arenas[0].memory.data_ptr() + second.host_block.start
-    assert (host.used, host.free_bytes) == (128, 384)
+    assert freed.isnan().all() if poison else (freed == 5.0).all()
 
 
 @pytest.mark.parametrize("kind", ["fetch_transfer", "eviction_transfer", "h2d_transfer"])
@@ -335,6 +234,41 @@ def test_updates_are_finished_before_blocks_move():
     assert finished == [2 * ALIGN_BYTES] and second.host_block.start == 0
 
 
+def test_memory_for_spare_blocks_grows_with_what_is_asked_for_up_to_its_use():
+    host = tier(1000 * ALIGN_BYTES, ALIGN_BYTES)
+    chunk_on(host, 1)
+    assert host.allocate_spare([ALIGN_BYTES]) is None, "no use was stated"
+    host.spare_use_bytes = 21 * ALIGN_BYTES
+    held = [host.allocate_spare([ALIGN_BYTES, 2 * ALIGN_BYTES]) for _ in range(7)]
+    assert all(held) and host.allocate_spare([ALIGN_BYTES]) is None
+    assert [arena.nbytes // ALIGN_BYTES for arena in host.arenas] == [1, 3, 3, 6, 9], "each as large as all before"
+    for blocks in held:
+        for block in blocks:
+            host.release_spare(block)
+    assert all(host.allocate_spare([3 * ALIGN_BYTES]) for _ in range(7)), "the same memory is used again"
+    assert host.arena_bytes == 22 * ALIGN_BYTES
+    host.close()
+
+
+def test_memory_for_spare_blocks_is_kept_until_other_data_needs_it():
+    """It is page-locked, and would be locked anew."""
+    host = tier(100 * ALIGN_BYTES, 4 * ALIGN_BYTES)
+    first = chunk_on(host, 3)
+    host.spare_use_bytes = 6 * ALIGN_BYTES
+    (block,) = host.allocate_spare([6 * ALIGN_BYTES])
+    host.release_spare(block)
+    chunk_on(host, 2, index=1)
+    host.free(first)
+    second = chunk_on(host, 5, index=2)  # no gap is large enough, until the other chunk has moved to the first arena
+    assert [arena.nbytes // ALIGN_BYTES for arena in host.arenas] == [4, 6]
+    host.free(second)
+    chunk_on(host, 7, index=3)
+    assert [arena.nbytes // ALIGN_BYTES for arena in host.arenas] == [4, 7]
+    assert host.allocate_spare([6 * ALIGN_BYTES]) is not None
+    assert [arena.nbytes // ALIGN_BYTES for arena in host.arenas] == [4, 7, 6]
+    host.close()
+
+
 class Operations(RuleBasedStateMachine):
     """Allocations within the budget succeed; each chunk and block is filled with its own number."""
 
@@ -386,6 +320,7 @@ class Operations(RuleBasedStateMachine):
         assert host.used == sum(chunk.nbytes for chunk in self.chunks) <= host.peak
         assert host.other_bytes == sum(block.nbytes for block in self.blocks) <= host.other_peak
         assert host.free_bytes == host.budget_bytes - host.used - host.other_bytes >= 0
+        assert host.moved <= self.chunks.keys(), "a freed chunk is reported as moved"
         for chunk, value in self.chunks.items():
             assert values(chunk) <= {value}
             moved = chunk.host.data_ptr() != self.addresses[chunk]

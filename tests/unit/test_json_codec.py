@@ -1,44 +1,14 @@
-"""JSON encoding of plain data, and user state in checkpoints."""
+"""JSON encoding of plain data."""
 
 import errno
 from collections import Counter, OrderedDict
 
 import numpy
-import pytest
 import torch
-from checkpoint_cases import engine_of
 from hypothesis import given
 from hypothesis import strategies as st
 
 from patrickstar._checkpoint import json_codec
-from patrickstar.errors import CheckpointError
-
-
-class Scheduler:
-    """Object with a state dict."""
-
-    def __init__(self, value):
-        self.value = value
-
-    def state_dict(self):
-        return self.value
-
-    def load_state_dict(self, state):
-        self.value = state
-
-
-def test_unsupported_types_in_the_state_are_named(tmp_path):
-    engine = engine_of()
-    with pytest.raises(CheckpointError, match=r"the state\['user'\]\['loader'\]\['worker'\] is a Scheduler"):
-        engine.save(tmp_path / "one", {"loader": {"worker": Scheduler(1)}})
-    assert not list(tmp_path.iterdir())
-    engine.save(tmp_path / "one", {"scheduler": Scheduler({1: (2, 3)})})
-    scheduler = Scheduler(None)
-    engine.load(tmp_path / "one", {"scheduler": scheduler})
-    assert scheduler.value == {1: (2, 3)}
-    with pytest.raises(CheckpointError, match="no state 'sampler'"):
-        engine.load(tmp_path / "one", {"sampler": scheduler})
-
 
 leaves = (
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5) | st.binary(max_size=5)

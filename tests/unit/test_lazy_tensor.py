@@ -14,7 +14,7 @@ from patrickstar.errors import ModelError
 CPU = torch.device("cpu")
 
 
-class Stored:
+class CountedReads:
     """Elements in an ordinary tensor; counts reads."""
 
     name = "the stored tensor"
@@ -31,8 +31,8 @@ class Stored:
         self.version += 1
 
 
-def lazy(value: torch.Tensor) -> tuple[LazyTensor, Stored]:
-    stored = Stored(value)
+def lazy(value: torch.Tensor) -> tuple[LazyTensor, CountedReads]:
+    stored = CountedReads(value)
     return LazyTensor(stored, tuple(value.shape), value.stride(), value.dtype, CPU), stored
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from patrickstar._layout.local_boxes import MeshShard, boxes_in_range, local_boxes
-from patrickstar._layout.shard_geometry import Box, listed, memory_range, uncovered
+from patrickstar._layout.shard_geometry import Box, memory_range
 
 
 def inside(tensor: Tensor, box: Box) -> Tensor:
@@ -82,36 +82,3 @@ def test_ranges_of_local_tensors_are_boxes_of_both_tensors(case, draw):
         assert torch.equal(span.as_strided(part.sizes, local.stride(), span.storage_offset()), inside(local, part))
         elements += inside(whole, box).flatten().tolist()
     assert sorted(elements) == sorted(memory[first:end].tolist())
-
-
-BOX = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3)), min_size=3, max_size=3).map(
-    lambda pairs: Box(tuple(first for first, _ in pairs), tuple(size for _, size in pairs))
-)
-
-
-@given(BOX, st.lists(BOX, max_size=4))
-def test_intersection_and_difference(whole, others):
-    def mask(box):
-        result = torch.zeros(8, 8, 8, dtype=torch.bool)
-        inside(result, box).fill_(True)
-        return result
-
-    covered = torch.zeros(8, 8, 8, dtype=torch.bool)
-    for box in others:
-        assert torch.equal(mask(whole.intersection(box)), mask(whole) & mask(box))
-        assert box.relative_to(whole).within(whole) == box
-        covered |= mask(box)
-    remaining = uncovered(whole, others)
-    assert sum(box.numel for box in remaining) == (mask(whole) & ~covered).sum()
-    for box in remaining:
-        covered |= mask(box)
-    assert not (mask(whole) & ~covered).any()
-
-
-def test_boxes_in_messages():
-    assert str(Box((2, 0), (3, 8))) == "[2:5, 0:8]"
-    assert str(Box((), ())) == "[]"
-    assert uncovered(Box((), ()), []) == [Box((), ())] and uncovered(Box((), ()), [Box((), ())]) == []
-    boxes = [Box((first,), (1,)) for first in range(5)]
-    assert listed(boxes) == "[0:1], [1:2], [2:3] and 2 other boxes"
-    assert listed(boxes[:2]) == "[0:1], [1:2]"

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling import draws
+from simulated_machines import CPU, NODE
 
-from patrickstar._perf_model.machine_spec import Gpu, Host, Links, find_machine, known_machines, read_machine
+from patrickstar._perf_model.machine_spec import DiskDrive, Gpu, Host, Links, find_machine, known_machines, read_machine
 from patrickstar.errors import ConfigError
 
 quick = settings(derandomize=True, deadline=None, max_examples=draws(100))
@@ -165,3 +166,24 @@ def test_gpus_on_one_link_share_its_bandwidth(h2d, d2h, shared_by, gpus):
     for own, rate in ((h2d, links.h2d_per_gpu(gpus)), (d2h, links.d2h_per_gpu(gpus))):
         assert rate <= own and busy * rate <= max(h2d, d2h) * (1 + 1e-9)
         assert rate == own or gpus > 1 < shared_by
+
+
+def test_a_process_has_a_part_of_a_machine():
+    assert CPU.share(1) is CPU
+    part = CPU.model_copy(update={"links": Links(h2d=60, d2h=40)}).share(2)
+    assert (part.host.memory, part.host.memory_bandwidth, part.host.matmul_tflops) == (1 << 30, 400, 0.5)
+    assert part.host.update_bandwidth(1, 2) == CPU.host.update_bandwidth(2, 2) / 2
+    assert part.transfer_rates(1) == (30, 20), "its cores copy"
+    sockets = Host(memory=1, memory_bandwidth=800, cores=4, sockets=2, core_bandwidth=150)
+    node = NODE.model_copy(
+        update={
+            "host": sockets,
+            "links": Links(h2d=50, d2h=40, gpu_gpu=100, shared_by=2),
+            "disk": DiskDrive(capacity=100, read=8, write=4),
+        }
+    )
+    part = node.share(2)
+    assert part.transfer_rates(1) == node.transfer_rates(2) == (25, 25)
+    assert part.host.update_bandwidth(1, 9) == node.host.update_bandwidth(2, 2) / 2 == 300
+    assert (part.disk.capacity, part.disk.read, part.disk.write) == (100, 4, 2)
+    assert part.gpu == node.gpu and part.links.gpu_gpu == 100

@@ -48,3 +48,10 @@ def test_an_operator_larger_than_memory_is_estimated(bench, monkeypatch):
     set_ram(monkeypatch, 2 * values.nbytes)
     assert cost(bench, torch.ops.aten.exp.default, torch.zeros(1 << 10, dtype=torch.float32)) is FALLBACK, "known"
     assert cost(bench, torch.ops.aten.log.default, values) is not FALLBACK
+
+
+def test_a_measured_operator_of_a_cpu_is_not_launched():
+    bench = OpBenchmark(torch.device("cpu"), 1e12, lambda func, args, kwargs, out: OpCost(9.0))
+    meta = torch.zeros(64, device="meta")
+    cost = bench(torch.ops.aten.exp.default, (meta,), {}, meta)
+    assert cost.launch_s == 0.0 and cost.seconds > 0

@@ -39,14 +39,11 @@ shares = st.floats(0, 1.5)
 
 def bytes_per_tier(chunks, placement):
     """Return the bytes on each tier according to the placement."""
-    taken = dict.fromkeys(Tier, 0)
+    used = dict.fromkeys(Tier, 0)
     for c in chunks:
-        taken[placement[c.index].compute] += c.compute_bytes
-        taken[placement[c.index].optimizer] += c.optimizer_bytes
-    return taken
-
-
-# Initial placement
+        used[placement[c.index].compute] += c.compute_bytes
+        used[placement[c.index].optimizer] += c.optimizer_bytes
+    return used
 
 
 @quick
@@ -58,11 +55,11 @@ def test_what_begins_on_a_tier_fits_it(chunks, device_share, host_share):
     if placement is None:
         return
     assert list(placement) == [c.index for c in chunks]
-    taken = bytes_per_tier(chunks, placement)
-    assert taken[Tier.DEVICE] <= device
-    assert taken[Tier.HOST] <= host
-    assert taken[Tier.DISK] == 0
-    assert sum(taken.values()) == total
+    used = bytes_per_tier(chunks, placement)
+    assert used[Tier.DEVICE] <= device
+    assert used[Tier.HOST] <= host
+    assert used[Tier.DISK] == 0
+    assert sum(used.values()) == total
 
 
 @quick
@@ -81,9 +78,9 @@ def test_the_disk_is_used_only_if_there_is_no_way_else_and_takes_no_more_than_it
         assert max(c.compute_bytes for c in chunks) <= device
         assert {tiers.compute for tiers in placement.values()} == {Tier.DEVICE}
         assert Tier.DEVICE not in {tiers.optimizer for tiers in placement.values()}
-        taken = bytes_per_tier(chunks, placement)
-        below = sum(c.compute_bytes for c in chunks) + taken[Tier.HOST]
-        assert below <= host or not taken[Tier.HOST], "param16 does not fit beside the optimizer chunks on the host"
+        used = bytes_per_tier(chunks, placement)
+        below = sum(c.compute_bytes for c in chunks) + used[Tier.HOST]
+        assert below <= host or not used[Tier.HOST], "param16 does not fit beside the optimizer chunks on the host"
         blocks = [c.compute_bytes for c in chunks]  # all of param16 may be evicted there
         for c in chunks:
             if placement[c.index].optimizer is Tier.DISK:
@@ -149,9 +146,6 @@ def test_where_chunks_begin_by_hand_if_there_is_a_disk():
     assert initial_placement(chunks, Budgets(128, room, 6 * 4096 - 1)) is None
 
 
-# Margin
-
-
 @quick
 @given(chunk_lists, nbytes, st.booleans())
 def test_placed_chunks_fit_into_the_margin_and_no_other_would_have(chunks, chunkable, accumulates):
@@ -166,37 +160,6 @@ def test_placed_chunks_fit_into_the_margin_and_no_other_would_have(chunks, chunk
             assert margin >= 0
         elif c.schema.trained:
             assert needed > margin, f"{c} would have fitted"
-
-
-@quick
-@given(chunk_lists, nbytes)
-def test_parameters_come_first(chunks, chunkable):
-    if sum(c.compute_bytes for c in chunks) >= chunkable:
-        assert margin_chunks(chunks, chunkable) == []
-
-
-@quick
-@given(chunk_lists)
-def test_with_room_for_everything_all_trained_chunks_are_placed(chunks):
-    everything = sum(c.total_bytes for c in chunks)
-    trained = [c.index for c in chunks if c.schema.trained]
-    assert margin_chunks(chunks, everything) == trained
-    if trained:
-        assert len(margin_chunks(chunks, everything - 1)) == len(trained) - 1
-
-
-def test_the_margin_by_hand():
-    chunks = [chunk(0, 64), chunk(1, 320), chunk(2, 64, FROZEN), chunk(3, 64)]
-    param16 = 2 * (64 + 320 + 64 + 64)
-    assert margin_chunks(chunks, param16 + 12 * 64) == [0]
-    assert margin_chunks(chunks, param16 + 12 * 64 - 1) == []
-    assert margin_chunks(chunks, param16 + 12 * 128) == [0, 3], "the large chunk in between is skipped"
-    assert margin_chunks(chunks, param16 + 12 * 384) == [0, 1]
-    assert margin_chunks(chunks, param16 + 16 * 64 - 1, accumulates=True) == []
-    assert margin_chunks(chunks, param16 + 16 * 64, accumulates=True) == [0]
-
-
-# Tiers of optimizer chunks
 
 
 @quick
@@ -215,19 +178,6 @@ def test_optimizer_chunks_fill_the_margin_then_the_host_then_the_disk(chunks, ch
             assert needed > host, f"{c} would have fitted"
 
 
-def test_tiers_of_optimizer_chunks_by_hand():
-    chunks = [chunk(0, 64), chunk(1, 320), chunk(2, 64), chunk(3, 64)]
-    device, host, disk = Tier.DEVICE, Tier.HOST, Tier.DISK
-    assert home_tiers(chunks, [0], 768) == {0: device, 1: disk, 2: host, 3: disk}
-    assert home_tiers(chunks, [], 2 * 768 - 1) == {0: host, 1: disk, 2: disk, 3: disk}
-    assert home_tiers(chunks, [], 1024, accumulates=True) == {0: host, 1: disk, 2: disk, 3: disk}
-    assert home_tiers(chunks, [], 1023, accumulates=True) == {0: disk, 1: disk, 2: disk, 3: disk}
-    assert home_tiers(chunks, [0, 1, 2, 3], 0) == dict.fromkeys(range(4), device)
-
-
-# Embeddings
-
-
 @pytest.mark.parametrize(
     ("moved", "output", "on_host"),
     [(0, 0, False), (201, 100, True), (200, 100, False), (199, 100, False), (1, 0, True)],
@@ -239,9 +189,5 @@ def test_an_embedding_runs_where_fewer_bytes_move(moved, output, on_host):
 @quick
 @given(nbytes, nbytes)
 def test_the_choice_for_an_embedding_transfers_the_fewest_bytes(moved, output):
-    taken = 2 * output if embedding_runs_on_host(moved, output) else moved
-    assert taken == min(2 * output, moved)
-
-
-def test_the_warm_up_leaves_the_papers_fifth():
-    assert WARM_UP_PERCENT == 80
+    needed = 2 * output if embedding_runs_on_host(moved, output) else moved
+    assert needed == min(2 * output, moved)

@@ -2,6 +2,7 @@
 
 import random
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -30,7 +31,7 @@ def agree(store, size, late=()):
             for rank in range(size)
             if rank not in late
         ):
-            pass
+            time.sleep(0.001)
         assert not late or not any(future.done() for future in waiting)
         waiting += [threads.submit(agreements[rank].agree, WITHIN_S) for rank in late]
         for future in waiting:

@@ -1,23 +1,15 @@
-"""What is stored: 16 bits to nearest, ties to even, one NaN; and a square root without an error."""
-
-import math
+"""Rounding of stored values: 16 bits to nearest, ties to even, one NaN; and a square root without an error."""
 
 import ieee
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from sampling import draws
 
 from patrickstar._kernels.rounding import canonical_nan_, round_into, square_root
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-quick = settings(derandomize=True, deadline=None, max_examples=draws(300))
-
 HALVES = (torch.bfloat16, torch.float16)
-any_float = st.integers(0, (1 << 32) - 1).map(lambda bits: np.array([bits], dtype=np.uint32).view(np.float32))
 
 
 def rounded_into(dtype, values):
@@ -25,9 +17,6 @@ def rounded_into(dtype, values):
     target = torch.full(values.shape, 7.0, dtype=dtype)
     round_into(target, torch.from_numpy(values))
     return ieee.bits_of(target)
-
-
-# To 16 bits
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
@@ -54,13 +43,6 @@ def test_between_two_neighbours_the_nearer_is_taken_and_of_two_as_near_the_even_
         assert np.array_equal(rounded_into(dtype, sign * np.nextafter(middle, np.float32(np.inf))), above | bit)
 
 
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
-@quick
-@given(any_float)
-def test_any_number_is_rounded_to_the_nearest(dtype, value):
-    assert np.array_equal(rounded_into(dtype, value), ieee.stored(value, dtype))
-
-
 def test_the_reference_rounds_as_numpy_does():
     random = np.random.default_rng(0)
     values = ieee.numbers(100_000, random)
@@ -68,30 +50,6 @@ def test_the_reference_rounds_as_numpy_does():
         theirs = values.astype(np.float16).view(np.uint16)
     number = ~np.isnan(values)
     assert np.array_equal(ieee.stored(values, torch.float16)[number], theirs[number])
-
-
-@pytest.mark.parametrize(
-    ("dtype", "value", "bits"),
-    [
-        (torch.bfloat16, 1 + 2.0**-8, 0x3F80),
-        (torch.bfloat16, 1 + 3 * 2.0**-8, 0x3F82),
-        (torch.bfloat16, 2.0**-134, 0x0000),
-        (torch.bfloat16, 3 * 2.0**-134, 0x0002),
-        (torch.bfloat16, -(2.0**-149), 0x8000),
-        (torch.bfloat16, 3.3961776e38, 0x7F80),
-        (torch.float16, 1 + 2.0**-11, 0x3C00),
-        (torch.float16, 1 + 3 * 2.0**-11, 0x3C02),
-        (torch.float16, 2.0**-25, 0x0000),
-        (torch.float16, 3 * 2.0**-25, 0x0002),
-        (torch.float16, -1e-45, 0x8000),
-        (torch.float16, 65519.996, 0x7BFF),
-        (torch.float16, -65520.0, 0xFC00),
-        (torch.float16, math.inf, 0x7C00),
-    ],
-)
-def test_ends_and_ties(dtype, value, bits):
-    assert rounded_into(dtype, np.float32([value])) == bits
-    assert ieee.stored(np.float32([value]), dtype) == bits
 
 
 @pytest.mark.parametrize("dtype", ieee.DTYPES, ids=str)
@@ -109,9 +67,6 @@ def test_rounding_follows_strides(dtype):
     round_into(view, torch.from_numpy(values).view(10, 6))
     assert np.array_equal(ieee.bits_of(view.reshape(-1)), ieee.stored(values, dtype))
     assert not target[0].any()
-
-
-# NaN
 
 
 @pytest.mark.parametrize("dtype", ieee.DTYPES, ids=str)
@@ -135,9 +90,6 @@ def test_what_is_a_number_is_left_alone(dtype):
     assert np.array_equal(ieee.bits_of(values)[number], before[number])
 
 
-# Square roots
-
-
 def check_square_root(values):
     with np.errstate(invalid="ignore"):
         expected = np.sqrt(values)
@@ -159,18 +111,12 @@ def test_the_square_root_is_correctly_rounded():
 
 
 def test_the_square_root_of_numbers_about_a_square_is_correctly_rounded():
-    """Where roots are nearest to the middle between two numbers."""
+    """Their roots are nearest to the middle between two numbers."""
     roots = np.random.default_rng(4).integers(1 << 12, 1 << 13, 1 << 16).astype(np.float64)
     for nudge in (0.0, 0.5, 1.0):
         squares = ieee.rounded((roots + nudge) ** 2)
         for near in (squares, np.nextafter(squares, np.float32(0)), np.nextafter(squares, np.float32(np.inf))):
             check_square_root(near)
-
-
-@quick
-@given(any_float)
-def test_the_square_root_of_any_number(value):
-    check_square_root(value)
 
 
 def test_the_square_root_of_double_precision_is_correctly_rounded():

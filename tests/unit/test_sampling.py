@@ -29,9 +29,9 @@ def test_every_two_values_meet_in_the_fast_run(sizes):
     def pairs(some):
         return {pair for item in some for pair in combinations(item.params.items(), 2)}
 
-    kept = sampling.fast(every)
-    assert pairs(kept) == pairs(every)
-    assert len(kept) <= len(every) * 3 // 4 or len(sizes) == 2
+    selected = sampling.fast(every)
+    assert pairs(selected) == pairs(every)
+    assert len(selected) <= len(every) * 3 // 4 or len(sizes) == 2
 
 
 def test_a_test_of_one_parameter_runs_with_all_its_values():
@@ -41,6 +41,6 @@ def test_a_test_of_one_parameter_runs_with_all_its_values():
 
 def test_one_value_of_the_thinned_parameters_for_each_case_by_turns():
     every = items("", precision=["bf16", "fp32"], case="abcd")
-    kept = sampling.fast(every)
-    assert sorted(item.params["case"] for item in kept) == list("abcd")
-    assert {item.params["precision"] for item in kept} == {"bf16", "fp32"}
+    selected = sampling.fast(every)
+    assert sorted(item.params["case"] for item in selected) == list("abcd")
+    assert {item.params["precision"] for item in selected} == {"bf16", "fp32"}

@@ -58,14 +58,6 @@ def test_schemas_are_values():
         schema_for("bfloat16", trained=True).lists = ()
 
 
-def test_a_schema_with_other_states():
-    momentum_only = ParamSchema(
-        (ListSpec(PARAM16, "bfloat16"), ListSpec(PARAM32, "float32"), ListSpec(EXP_AVG, "float32"))
-    )
-    assert momentum_only.bytes_per_param == 10
-    assert momentum_only.trained
-
-
 def test_operators_read_the_first_list():
     with pytest.raises(AssertionError, match="first list"):
         ParamSchema((ListSpec(PARAM32, "float32"), ListSpec(PARAM16, "bfloat16")))

@@ -53,25 +53,44 @@ def replace(file: SwapFile, path: str) -> None:
     os.close(other)
 
 
-def run(code: str, *prefix: str) -> str:
-    """Run code in another Python process; return its output."""
-    begin = "import mmap, os, resource, warnings\nfrom patrickstar._memory.swap_file import DiskError, SwapFile"
-    command = [*prefix, sys.executable, "-c", f"{begin}\n{code}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+MOUNTS = {"tmpfs": "size=3m", "ramfs": "mode=0700"}
+IN_MOUNTS = f"""
+import mmap, os, sys, warnings
+from patrickstar._memory.swap_file import DiskError, SwapFile
+
+tmpfs, ramfs = sys.argv[1:]
+file = SwapFile(tmpfs, {MIB})
+for _ in range(2):
+    try: file.reserve({4 * MIB}, "exp_avg[3]")
+    except DiskError as error: print(error)
+print(file.nbytes, os.fstat(file._fd).st_size, file.reserve({MIB}, "exp_avg[3]"), file.reserve({MIB}, "exp_avg[4]"))
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    SwapFile(ramfs, 1)
+    file = SwapFile(ramfs, {MIB})
+memory = memoryview(mmap.mmap(-1, 8192))
+file.write(file.reserve(5000, "exp_avg[3]"), memory, 5000, "exp_avg[3]")
+file.read(0, memory, 5000, "exp_avg[3]")
+print(len(said), file.direct, said[0].message)
+"""
 
 
-def mounted(directory: Path, kind: str, options: str, code: str) -> str:
-    """Run code with a file system mounted at `directory`; return its output."""
-    mount = f'mount -t {kind} -o {options} none "{directory}"'
+@pytest.fixture(scope="module")
+def in_mounts(tmp_path_factory):
+    """Run a process with other file systems; return their directories, and the lines that it prints."""
+    folders = {kind: tmp_path_factory.mktemp(kind) for kind in MOUNTS}
+    mount = " && ".join(f'mount -t {kind} -o {MOUNTS[kind]} none "{folder}"' for kind, folder in folders.items())
     try:
-        tried = subprocess.run(["unshare", "-rm", "sh", "-c", mount], capture_output=True, text=True, timeout=60)
+        tried = subprocess.run(["unshare", "-rm", "sh", "-c", mount], capture_output=True, text=True, timeout=300)
     except FileNotFoundError:
         pytest.skip("unshare is not installed")
     if tried.returncode:
-        pytest.skip(f"can't mount {kind} here: {tried.stderr.strip()}")
-    return run(code, "unshare", "-rm", "sh", "-c", f'{mount} && exec "$@"', "sh")
+        pytest.skip(f"can't mount {' and '.join(MOUNTS)} here: {tried.stderr.strip()}")
+    python = [sys.executable, "-c", IN_MOUNTS, *map(str, folders.values())]
+    command = ["unshare", "-rm", "sh", "-c", f'{mount} && exec "$@"', "sh", *python]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return folders, done.stdout.splitlines()
 
 
 def test_file_is_unnamed_and_private(tmp_path):
@@ -191,24 +210,22 @@ def test_file_never_exceeds_its_capacity(tmp_path):
 
 
 def test_reservation_above_the_file_size_limit(tmp_path):
-    limit = f"resource.setrlimit(resource.RLIMIT_FSIZE, ({MIB}, {resource.RLIM_INFINITY}))"
-    begin = f"{limit}\ntry: SwapFile({str(tmp_path)!r}, {MIB + 1})\nexcept DiskError as error: print(error)"
-    said = run(f"{begin}\nSwapFile({str(tmp_path)!r}, {MIB})")
-    need = rf"the file needs {MIB + 4096} more bytes \(1.00 MiB\) on the disk, and {tmp_path} has \d+ bytes .* File too"
-    assert re.match(need, said), said
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, hard))
+    try:
+        with pytest.raises(DiskError, match=rf"the file needs {MIB + 4096} more bytes \(1.00 MiB\) .* File too large"):
+            SwapFile(tmp_path, MIB + 1)
+        SwapFile(tmp_path, MIB).close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_full_disk_is_detected_by_reserve(tmp_path):
-    code = f"""
-file = SwapFile({str(tmp_path)!r}, {MIB})
-for _ in range(2):
-    try: file.reserve({4 * MIB}, "exp_avg[3]")
-    except DiskError as error: print(error)
-print(file.nbytes, os.fstat(file._fd).st_size, file.reserve({MIB}, "exp_avg[3]"), file.reserve({MIB}, "exp_avg[4]"))
-"""
-    said = mounted(tmp_path, "tmpfs", "size=3m", code).splitlines()
+def test_full_disk_is_detected_by_reserve(in_mounts):
+    folders, said = in_mounts
     assert said[0] == said[1], "a reservation that fails leaves nothing behind"
-    need = rf"exp_avg\[3\] needs {3 * MIB} more bytes \(3.00 MiB\) on the disk, and {tmp_path} has {2 * MIB} bytes"
+    need = (
+        rf"exp_avg\[3\] needs {3 * MIB} more bytes \(3.00 MiB\) on the disk, and {folders['tmpfs']} has {2 * MIB} bytes"
+    )
     assert re.match(need, said[0]), said
     assert "No space left on device; free space there, use another directory, or a smaller model" in said[0]
     assert said[2] == f"{MIB} {MIB} 0 {MIB}"
@@ -269,19 +286,9 @@ def test_changed_page_is_detected_with_checksums(tmp_path, checksums):
     file.close()
 
 
-def test_file_system_without_direct_io_warns_once(tmp_path):
-    code = f"""
-with warnings.catch_warnings(record=True) as said:
-    warnings.simplefilter("always")
-    SwapFile({str(tmp_path)!r}, 1)
-    file = SwapFile({str(tmp_path)!r}, {MIB})
-print(*[warning.message for warning in said], sep="\\n")
-memory = memoryview(mmap.mmap(-1, 8192))
-file.write(file.reserve(5000, "exp_avg[3]"), memory, 5000, "exp_avg[3]")
-file.read(0, memory, 5000, "exp_avg[3]")
-print(file.direct)"""
-    said = mounted(tmp_path, "ramfs", "mode=0700", code).splitlines()
-    assert len(said) == 2 and "does not support direct I/O (O_DIRECT)" in said[0] and said[1] == "False"
+def test_file_system_without_direct_io_warns_once(in_mounts):
+    _, said = in_mounts
+    assert said[3].startswith("1 False ") and "does not support direct I/O (O_DIRECT)" in said[3]
 
 
 def test_refused_first_block_falls_back_to_the_page_cache(tmp_path, monkeypatch):

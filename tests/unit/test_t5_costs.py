@@ -56,11 +56,11 @@ def test_activations_are_proportional_to_the_batch(t5, batch):
 @quick
 @given(shapes, st.integers(1, 64))
 def test_checkpointing_costs_operations_and_saves_memory(t5, batch):
-    kept, recomputed = t5_workload(t5, batch, checkpointing=False), t5_workload(t5, batch)
-    assert recomputed.operations > kept.operations
-    assert recomputed.params == kept.params == t5.numel
+    stored, recomputed = t5_workload(t5, batch, checkpointing=False), t5_workload(t5, batch)
+    assert recomputed.operations > stored.operations
+    assert recomputed.params == stored.params == t5.numel
     assert recomputed.tokens == batch * t5.sequence
-    assert t5.layers == 1 or recomputed.non_model_bytes < kept.non_model_bytes
+    assert t5.layers == 1 or recomputed.non_model_bytes < stored.non_model_bytes
 
 
 def test_a_pair_of_layers_costs_as_much_as_the_same_matrices_in_a_gpt():

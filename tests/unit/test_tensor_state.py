@@ -39,11 +39,6 @@ def test_an_illegal_transition_names_the_parameter_and_both_states(old, new):
         check_transition("layer.weight", old, new)
 
 
-def test_no_operator_reads_a_gradient_and_nothing_in_use_is_freed():
-    assert (AFTER_BWD, COMPUTE) not in LEGAL
-    assert (COMPUTE, FREE) not in LEGAL
-
-
 def test_hold_like_states_are_the_three_whose_payload_is_needed_but_not_read():
     assert set(TensorState) - {FREE, COMPUTE} == HOLD_LIKE
 
@@ -68,21 +63,3 @@ def test_a_chunks_state_follows_table_1(tensors):
     for states in combinations_with_replacement(TensorState, tensors):
         assert chunk_state(states) is table_1(states), states
         assert chunk_state(reversed(states)) is table_1(states), "the order of tensors mattered"
-
-
-@pytest.mark.parametrize(
-    ("states", "state"),
-    [
-        ([], FREE),
-        ([FREE, FREE], FREE),
-        ([FREE, HOLD], HOLD),
-        ([AFTER_BWD, COMPUTE, FREE], COMPUTE),
-        ([AFTER_FWD, AFTER_FWD], AFTER_FWD),
-        ([AFTER_FWD, FREE], AFTER_FWD),
-        ([AFTER_FWD, HOLD], HOLD),
-        ([AFTER_BWD, AFTER_BWD], AFTER_BWD),
-        ([AFTER_FWD, AFTER_BWD], HOLD),
-    ],
-)
-def test_a_chunks_state_by_hand(states, state):
-    assert chunk_state(states) is state

@@ -42,13 +42,6 @@ def test_uses_are_sorted_and_complete(moments):
     assert all(found == sorted(found) for found in uses.values())
 
 
-def test_next_use_by_hand():
-    trace = trace_of([(0,), (), (1, 0), ()])
-    assert [trace.next_use(0, now) for now in (-1, 0, 1, 2, 3)] == [0, 2, 2, 4, 4]
-    assert [trace.next_use(1, now) for now in (-1, 0, 1, 2, 3)] == [2, 2, 2, 6, 6]
-    assert trace.next_use(2, 0) == NEVER > 6
-
-
 @quick
 @given(st.lists(st.integers(0, 1 << 40), max_size=20))
 def test_the_peak_is_the_largest_of_all_moments(non_model):

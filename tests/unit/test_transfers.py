@@ -1,121 +1,210 @@
-"""Every kind of transfer implements the whole `Transfer` interface."""
+"""Copies in flight while the host tier compacts or frees their blocks."""
 
-from types import SimpleNamespace
+import threading
+import time
+from collections.abc import Callable
 
 import pytest
+import torch
 
-from patrickstar._distributed.chunk_comm import PendingReduction
-from patrickstar._distributed.gloo_collectives import CollectiveTransfer
-from patrickstar._dry_run.simulated_channels import SimulatedChannel, SimulatedClock
-from patrickstar._memory.copy_streams import StreamTransfer
+from patrickstar._layout.schema import PARAM16, PARAM32
+from patrickstar._memory.chunk import Chunk
+from patrickstar._memory.chunk_manager import ChunkManager
+from patrickstar._memory.direct_io import BLOCK_BYTES
+from patrickstar._memory.disk_tier import DiskTier
+from patrickstar._memory.host_arena import ALIGN_BYTES
+from patrickstar._memory.swap_file import SwapFile
 from patrickstar._memory.transfer import CompletedTransfer, Transfer
-from patrickstar._memory.worker_pool import WorkerPool
-from patrickstar._schedule.coordination import Agreement
+from patrickstar._memory.transfer_counters import TransferCounters
+from patrickstar._schedule.placement import Tier
+
+CPU = torch.device("cpu")
 
 
-class Event:
-    """Fake CUDA event that completes when it is waited for."""
+class DelayedCopies:
+    """Delays the manager's copies by 0.2 s."""
+
+    def __init__(self, manager: ChunkManager) -> None:
+        gate = threading.Event()
+        manager.io_dispatch.copies.thread.submit([lambda staging: gate.wait()], "a slow copy")
+        self.timer = threading.Timer(0.2, gate.set)
+        self.timer.start()
+
+
+def filled(manager: ChunkManager, index: int, units: int, tier: Tier, value: float) -> Chunk:
+    """Create a chunk of `units` * ALIGN_BYTES, filled with `value`."""
+    chunk = manager.new_chunk(PARAM16 if value < 5 else PARAM32, index, ALIGN_BYTES // 4 * units, "float32", tier)
+    chunk.current(chunk.whole).fill_(value)
+    manager.mark_written(chunk, on_device=tier is Tier.DEVICE)
+    return chunk
+
+
+@pytest.mark.parametrize("direction", ["h2d", "d2h"])
+def test_compaction_waits_for_a_copy_in_flight(direction):
+    manager = ChunkManager(CPU, 10_000, 6 * ALIGN_BYTES, poison=True)
+    gap = filled(manager, 0, 2, Tier.HOST, 1.0)
+    chunk = filled(manager, 1, 2, Tier.HOST if direction == "h2d" else Tier.DEVICE, 2.0)
+    if direction == "d2h":
+        assert manager._ensure_host_block(chunk)
+    other_gap = filled(manager, 2, 2, Tier.HOST, 3.0)
+    delayed = DelayedCopies(manager)
+    if direction == "h2d":
+        manager.transfers.start_fetch(chunk, urgent=False)
+    else:
+        manager.transfers.start_eviction(chunk, Tier.HOST)
+    start = chunk.host_block.start
+    manager.remove(gap)
+    manager.remove(other_gap)
+    newcomer = filled(manager, 3, 4, Tier.HOST, 9.0)
+    assert chunk.host_block.start != start, "no compaction happened"
+    delayed.timer.join()
+    if direction == "h2d":
+        manager.fetch([chunk])
+        assert (chunk.on_device(chunk.whole) == 2.0).all()
+    else:
+        manager.complete_transfers()
+        assert chunk.host_valid
+    assert (chunk.on_host(chunk.whole) == 2.0).all()
+    assert (newcomer.on_host(newcomer.whole) == 9.0).all()
+    manager.close()
+
+
+def test_a_chunk_being_evicted_keeps_its_host_block():
+    """Its host copy looks like a duplicate, but will be the only copy."""
+    manager = ChunkManager(CPU, 10_000, 3 * ALIGN_BYTES, poison=True)
+    chunk = filled(manager, 0, 2, Tier.DEVICE, 2.0)
+    assert manager._ensure_host_block(chunk)
+    delayed = DelayedCopies(manager)
+    manager.transfers.start_eviction(chunk, Tier.HOST)
+    assert not manager.host_tier.has_room(2 * ALIGN_BYTES)
+    newcomer = filled(manager, 1, 1, Tier.HOST, 9.0)
+    delayed.timer.join()
+    manager.move_to_tier(chunk, Tier.HOST)
+    assert (chunk.on_host(chunk.whole) == 2.0).all() and chunk.host_bytes == 2 * ALIGN_BYTES
+    assert (newcomer.on_host(newcomer.whole) == 9.0).all()
+    manager.close()
+
+
+def test_removing_a_chunk_waits_for_its_fetch():
+    manager = ChunkManager(CPU, 10_000, 4 * ALIGN_BYTES, poison=True)
+    chunk, other = filled(manager, 0, 2, Tier.HOST, 2.0), filled(manager, 1, 2, Tier.HOST, 3.0)
+    delayed = DelayedCopies(manager)
+    manager.transfers.start_fetch(chunk, urgent=False)
+    manager.remove(chunk)
+    delayed.timer.join()
+    assert (manager.device_tier.used, manager.host_tier.used) == (0, 2 * ALIGN_BYTES)
+    newcomer = filled(manager, 2, 2, Tier.HOST, 9.0)
+    assert (newcomer.on_host(newcomer.whole) == 9.0).all()
+    assert (other.on_host(other.whole) == 3.0).all()
+    manager.close()
+
+
+class LateTransfer(CompletedTransfer):
+    """Transfer that runs when it is waited for."""
+
+    def __init__(self, label: str, run: Callable[[], object]) -> None:
+        super().__init__(label)
+        self._run: Callable[[], object] | None = run
+
+    @property
+    def done(self) -> bool:
+        return self._run is None
+
+    def wait(self) -> None:
+        if self._run is not None:
+            self._run()
+            self._run = None
+
+
+class OtherProcesses:
+    """Other processes, whose shards hold the number of earlier gathers of the chunk."""
+
+    serving = False
 
     def __init__(self) -> None:
-        self.ended = False
+        self.counters = TransferCounters()
+        self.gathers = 0
 
-    def query(self) -> bool:
-        return self.ended
+    def gather(self, chunk: Chunk) -> Transfer:
+        value, self.gathers = self.gathers, self.gathers + 1
+        return LateTransfer("a gather", lambda: chunk.on_device(chunk.whole).fill_(value))
 
-    def synchronize(self) -> None:
-        self.ended = True
-
-
-class ChunkComm:
-    """Fake communication whose other processes answer at once."""
-
-    def __init__(self, reduction_of: list[PendingReduction]) -> None:
-        self.reduction_of = reduction_of
-        self.cancelled: list[int] = []
-
-    def fits_host(self, chunk: object) -> bool:
-        return True
-
-    def negotiate(self, want: object) -> Agreement:
-        self.reduction_of[0].collective = CompletedTransfer("nothing")
-        return Agreement((), (), synchronized=False)
-
-    def cancel_reduction(self, index: int) -> None:
-        self.cancelled.append(index)
-        self.reduction_of[0].collective = CompletedTransfer("nothing")
+    def request_reduction(self, chunk: Chunk) -> Transfer:
+        return LateTransfer("a reduction", lambda: None)
 
 
-class Chunk:
-    """Fake chunk with the attributes that a reduction reads."""
-
-    index = 7
-
-    def __repr__(self) -> str:
-        return "param16[7]"
-
-
-def on_a_stream() -> Transfer:
-    accelerator = SimpleNamespace(wait=lambda event: event.synchronize())
-    return StreamTransfer(accelerator, Event(), "param16[7]")
+@pytest.fixture
+def shared():
+    """Return a manager and a chunk that it shares with other processes and has gathered."""
+    manager = ChunkManager(CPU, 4 * ALIGN_BYTES, 4 * ALIGN_BYTES, poison=True, comm=OtherProcesses())
+    chunk = manager.new_shared_chunk(PARAM16, 0, ALIGN_BYTES // 4, "float32")
+    manager.fetch([chunk])
+    assert (chunk.on_device(chunk.whole) == 0).all()
+    yield manager, chunk
+    manager.close()
 
 
-def on_a_thread() -> Transfer:
-    pool = WorkerPool(1, "test", 4096)
-    transfer = pool.submit([lambda staging: None], "param16[7]")
-    transfer.pool = pool  # keeps the pool alive
-    return transfer
+def test_a_chunk_is_gathered_over_its_gradients(shared):
+    manager, chunk = shared
+    chunk.on_device(chunk.whole).fill_(-1)
+    manager.mark_written(chunk, on_device=True)
+    manager.regather(chunk)
+    assert chunk.device_valid and not manager.transfers.in_flight
+    assert (chunk.on_device(chunk.whole) == 1).all()
 
 
-def on_a_simulated_channel() -> Transfer:
-    return SimulatedChannel("host to device", 1e9, SimulatedClock()).begin(1000, "param16[7]")
-
-
-def of_a_collective() -> Transfer:
-    return CollectiveTransfer(on_a_stream())
-
-
-def of_gradients() -> Transfer:
-    reductions: list[PendingReduction] = []
-    reductions.append(PendingReduction(ChunkComm(reductions), Chunk()))
-    return reductions[0]
-
-
-KINDS = [on_a_stream, on_a_thread, on_a_simulated_channel, of_a_collective, of_gradients]
-
-
-@pytest.mark.parametrize("make", KINDS)
-@pytest.mark.parametrize("end", ["wait", "cancel", "prioritize and wait"])
-def test_every_transfer_has_a_name_and_can_be_prioritized_cancelled_and_waited_for(make, end):
-    transfer = make()
-    assert "param16[7]" in repr(transfer) and "param16[7]" in transfer.label
-    if end.startswith("prioritize"):
-        transfer.prioritize()
-    if end == "cancel":
-        transfer.cancel()
+@pytest.mark.parametrize("direction", ["gather", "reduction"])
+def test_a_stale_chunk_is_dropped_with_what_is_in_flight(shared, direction):
+    manager, chunk = shared
+    if direction == "gather":
+        manager.device_tier.free(chunk)
+        manager.transfers.start_fetch(chunk, urgent=False)
     else:
-        transfer.wait()
-    assert transfer.done
-    assert "param16[7]" in repr(transfer)
+        manager.transfers.evict_by_reduction(chunk)
+    manager.drop_gathered([0])
+    assert not manager.transfers.in_flight and manager.device_tier.used == 0
 
 
-def test_empty_transfer_is_done():
-    transfer = CompletedTransfer("nothing")
-    assert transfer.done and "nothing" in repr(transfer)
-    for call in (transfer.prioritize, transfer.cancel, transfer.wait):
-        call()
-    assert transfer.done
+class SlowFile(SwapFile):
+    """Swap file that takes 10 ms for each page."""
+
+    def read(self, *args) -> None:
+        time.sleep(0.01)
+        super().read(*args)
+
+    def write(self, *args) -> None:
+        time.sleep(0.01)
+        super().write(*args)
 
 
-def test_repr_of_a_stream_transfer_shows_its_state():
-    transfer = on_a_stream()
-    assert repr(transfer) == "StreamTransfer('param16[7]', in flight)"
-    transfer.wait()
-    assert repr(transfer) == "StreamTransfer('param16[7]', done)"
+@pytest.fixture
+def with_disk(tmp_path):
+    """Return a manager with a slow disk."""
+    file = SlowFile(tmp_path, 1 << 20, checksums=True, capacity_bytes=None)
+    manager = ChunkManager(CPU, 1 << 16, 1 << 20, poison=True, disk=DiskTier(file, BLOCK_BYTES))
+    yield manager
+    manager.close()
 
 
-def test_order_makes_the_compute_stream_wait():
-    transfer, waited = on_a_stream(), []
+def on_disk(manager: ChunkManager, value: float) -> Chunk:
+    """Return a chunk of several pages on disk."""
+    chunk = manager.new_chunk(PARAM32, 0, 3 * BLOCK_BYTES // 4, "float32", Tier.HOST)
+    chunk.on_host(chunk.whole).fill_(value)
+    manager.mark_written(chunk, on_device=False)
+    manager.move_to_tier(chunk, Tier.DISK)
+    return chunk
 
-    transfer.accelerator.order = waited.append
-    transfer.order()
-    assert waited == [transfer.event] and not transfer.done
+
+def test_a_chunk_is_read_from_disk_completely_before_it_is_used(with_disk):
+    chunk = on_disk(with_disk, 2.0)
+    with_disk.move_to_tier(chunk, Tier.HOST)
+    assert (chunk.on_host(chunk.whole) == 2.0).all()
+
+
+@pytest.mark.parametrize("kind", ["page_reads", "page_writes"])
+def test_a_chunk_moves_after_its_pages(with_disk, kind):
+    chunk = on_disk(with_disk, 2.0)
+    page = LateTransfer("a page", lambda: None)
+    chunk.page_reads, chunk.page_writes = ([page], {}) if kind == "page_reads" else ([], {0: page})
+    with_disk.move_to_tier(chunk, Tier.HOST)
+    assert page.done

@@ -6,7 +6,6 @@ import mmap
 import signal
 import subprocess
 import sys
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -63,9 +62,6 @@ def committed(pool: PagePool, nbytes: int, fill: int = 1) -> VMRange:
     return memory
 
 
-# One range
-
-
 @pytest.mark.parametrize("nbytes", [1, SYSTEM_PAGE - 1, SYSTEM_PAGE, SYSTEM_PAGE + 1, HUGE_PAGE + 7, 3 * HUGE_PAGE])
 def test_range_keeps_its_address_and_size(nbytes):
     pool, memory = PagePool(), VMRange(nbytes)
@@ -89,14 +85,6 @@ def test_range_keeps_its_address_and_size(nbytes):
     assert permissions(address, memory.nbytes) == {"--"}
 
 
-def test_ranges_do_not_overlap():
-    pool = PagePool()
-    ranges = [committed(pool, 5 * SYSTEM_PAGE + 1, fill) for fill in range(8)]
-    spans = sorted((memory.address, memory.address + memory.nbytes) for memory in ranges)
-    assert all(end <= start for (_, end), (start, _) in pairwise(spans))
-    assert all((tensor_over(memory) == fill).all() for fill, memory in enumerate(ranges))
-
-
 def test_range_gets_its_own_parked_pages_back():
     """The content is undefined, but no page is zeroed or mapped again."""
     pool = PagePool()
@@ -105,49 +93,6 @@ def test_range_gets_its_own_parked_pages_back():
     pool.commit(memory)
     assert (tensor_over(memory) == 7).all()
     assert (pool.mapped_bytes, pool.parked_bytes) == (10 * SYSTEM_PAGE, 0)
-
-
-# Pages that move
-
-
-def test_parked_pages_move_to_another_range():
-    pool = PagePool()
-    first, second = committed(pool, 8 * SYSTEM_PAGE, 1), VMRange(8 * SYSTEM_PAGE)
-    pool.decommit(first)
-    assert resident_bytes(first) == 8 * SYSTEM_PAGE, "parked pages stay"
-    pool.commit(second)
-    assert (pool.mapped_bytes, pool.parked_bytes) == (8 * SYSTEM_PAGE, 0)
-    assert (resident_bytes(first), resident_bytes(second)) == (0, 8 * SYSTEM_PAGE), "they were not moved"
-    assert (tensor_over(second) == 1).all(), "pages keep their content: that is why a manager poisons"
-    assert permissions(first.address, first.nbytes) == {"--"}, "addresses without pages stay reserved"
-
-
-def test_only_needed_pages_move():
-    pool = PagePool()
-    large, small = committed(pool, 8 * SYSTEM_PAGE), VMRange(3 * SYSTEM_PAGE)
-    pool.decommit(large)
-    pool.commit(small)
-    tensor_over(small).fill_(2)
-    assert (pool.mapped_bytes, pool.parked_bytes) == (8 * SYSTEM_PAGE, 5 * SYSTEM_PAGE)
-    assert (resident_bytes(large), resident_bytes(small)) == (5 * SYSTEM_PAGE, 3 * SYSTEM_PAGE)
-    pool.commit(large)
-    tensor_over(large).fill_(3)
-    assert (pool.mapped_bytes, pool.parked_bytes) == (11 * SYSTEM_PAGE, 0)
-    assert (tensor_over(small) == 2).all() and (tensor_over(large) == 3).all()
-
-
-def test_pages_of_several_ranges_fill_a_larger_one():
-    pool = PagePool()
-    for nbytes in (2 * SYSTEM_PAGE, 5 * SYSTEM_PAGE, 3 * SYSTEM_PAGE):
-        pool.decommit(committed(pool, nbytes))
-    large = committed(pool, 12 * SYSTEM_PAGE, 9)
-    assert (pool.mapped_bytes, pool.parked_bytes) == (12 * SYSTEM_PAGE, 0), "10 parked and 2 new"
-    pool.decommit(large)
-    parts = [
-        committed(pool, nbytes, fill) for fill, nbytes in enumerate((5 * SYSTEM_PAGE, SYSTEM_PAGE, 6 * SYSTEM_PAGE))
-    ]
-    assert (pool.mapped_bytes, pool.parked_bytes) == (12 * SYSTEM_PAGE, 0), "split again, across its runs"
-    assert all((tensor_over(part) == fill).all() for fill, part in enumerate(parts))
 
 
 def test_range_of_equal_size_is_preferred_as_source():
@@ -178,30 +123,6 @@ def test_huge_pages_are_split_and_joined_correctly():
     assert not any(resident_bytes(memory) for memory in ranges)
 
 
-# Returning pages to the system
-
-
-@pytest.mark.parametrize(
-    ("keep_pages", "more_bytes", "kept_pages"),
-    [(1000, 0, 6), (6, 0, 6), (6, -1, 5), (3, 0, 3), (1, -1, 0), (0, 0, 0), (-5, 0, 0)],
-)
-def test_trim_returns_pages_down_to_the_limit(keep_pages, more_bytes, kept_pages):
-    pool = PagePool()
-    used, *parked = (committed(pool, nbytes * SYSTEM_PAGE) for nbytes in (2, 4, 2))
-    for memory in parked:
-        pool.decommit(memory)
-    pool.trim(keep_pages * SYSTEM_PAGE + more_bytes)
-    assert (pool.mapped_bytes, pool.parked_bytes) == ((2 + kept_pages) * SYSTEM_PAGE, kept_pages * SYSTEM_PAGE)
-    assert sum(resident_bytes(memory) for memory in parked) == kept_pages * SYSTEM_PAGE
-    assert resident_bytes(used) == 2 * SYSTEM_PAGE and (tensor_over(used) == 1).all(), "it is in use"
-    for memory in parked:
-        assert permissions(memory.address, memory.nbytes) == {"--"}
-        pool.commit(memory)
-        assert permissions(memory.address, memory.nbytes) == {"rw"}
-        tensor_over(memory).fill_(1)
-    assert (pool.mapped_bytes, pool.parked_bytes) == (8 * SYSTEM_PAGE, 0)
-
-
 def test_trimmed_pages_return_as_zeros():
     pool = PagePool()
     memory = committed(pool, 4 * SYSTEM_PAGE, 5)
@@ -211,30 +132,10 @@ def test_trimmed_pages_return_as_zeros():
     assert (tensor_over(memory) == 0).all()
 
 
-@pytest.mark.parametrize("state", ["in use", "parked", "partly taken", "trimmed", "never there"])
-def test_released_range_has_no_memory(state):
-    pool = PagePool()
-    memory, other = VMRange(6 * SYSTEM_PAGE), committed(pool, SYSTEM_PAGE, 4)
-    if state != "never there":
-        pool.commit(memory)
-        tensor_over(memory).fill_(1)
-    if state not in ("in use", "never there"):
-        pool.decommit(memory)
-    taker = committed(pool, 2 * SYSTEM_PAGE, 8) if state == "partly taken" else None
-    if state == "trimmed":
-        pool.trim(SYSTEM_PAGE)
-    pool.release(memory)
-    kept = SYSTEM_PAGE * (1 if taker is None else 3)
-    assert (pool.mapped_bytes, pool.parked_bytes) == (kept, 0)
-    assert resident_bytes(memory) == 0
-    assert (tensor_over(other) == 4).all()
-    assert taker is None or (tensor_over(taker) == 8).all()
-
-
 def test_tensor_keeps_the_addresses_of_its_range_reserved():
     pool = PagePool()
     memory = committed(pool, 64 * SYSTEM_PAGE)
-    kept = tensor_over(memory)
+    tensor = tensor_over(memory)
     address, nbytes = memory.address, memory.nbytes
     pool.release(memory)
     del memory
@@ -243,9 +144,9 @@ def test_tensor_keeps_the_addresses_of_its_range_reserved():
     starts = [ctypes.addressof(ctypes.c_char.from_buffer(other)) for other in others]
     assert not any(start < address + nbytes and address < start + nbytes for start in starts)
     assert permissions(address, nbytes) == {"--"}
-    assert (kept.data_ptr(), kept.numel()) == (address, nbytes)
-    view = kept[5:].view(-1, 1)
-    del kept
+    assert (tensor.data_ptr(), tensor.numel()) == (address, nbytes)
+    view = tensor[5:].view(-1, 1)
+    del tensor
     gc.collect()
     assert permissions(address, nbytes) == {"--"}, "a view of it is there"
     del view
@@ -256,11 +157,11 @@ def test_tensor_keeps_the_addresses_of_its_range_reserved():
 def test_unreleased_range_is_unmapped_with_its_last_tensor():
     pool = PagePool()
     memory = committed(pool, 8 * SYSTEM_PAGE, 3)
-    kept, address, nbytes = tensor_over(memory), memory.address, memory.nbytes
+    tensor, address, nbytes = tensor_over(memory), memory.address, memory.nbytes
     del memory
     gc.collect()
-    assert (kept == 3).all()
-    del kept
+    assert (tensor == 3).all()
+    del tensor
     gc.collect()
     assert permissions(address, nbytes) == {"unmapped"}
 
@@ -268,9 +169,6 @@ def test_unreleased_range_is_unmapped_with_its_last_tensor():
 def test_refused_mapping_is_a_budget_error():
     with pytest.raises(BudgetError, match=r"refused to map \d+ bytes of memory: .+; give a smaller device_memory"):
         VMRange(1 << 60)
-
-
-# Access without pages
 
 
 def test_access_to_a_range_without_pages_is_a_segmentation_fault():
@@ -299,9 +197,6 @@ for removal in {removals!r}:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     expected = [f"{removal} {access} {int(signal.SIGSEGV)}" for removal in removals for access in accesses]
     assert done.stdout.splitlines() == expected, done.stderr
-
-
-# Random sequences
 
 
 class Operations(RuleBasedStateMachine):

@@ -1,6 +1,5 @@
 """Test worker pools: order, errors, Ctrl-C, killed threads, and cleanup."""
 
-import ctypes
 import gc
 import os
 import signal
@@ -15,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from probes import KILL
 from sampling import draws
 
 from patrickstar._memory.direct_io import PAGE_BYTES
@@ -22,10 +22,6 @@ from patrickstar._memory.worker_pool import WorkerPool
 from patrickstar.errors import MoveError
 
 SOON_S = 20.0
-KILL = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_ulong, ctypes.py_object, ctypes.py_object)(
-    ("PyThreadState_SetAsyncExc", ctypes.pythonapi)
-)
-
 
 # Python ignores SystemExit in a thread; pytest warns about it.
 killing = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

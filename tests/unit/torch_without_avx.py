@@ -1,6 +1,4 @@
-"""`torch.optim` bit for bit, where PyTorch contracts nothing: `test_rules.py` runs this in a process of its own."""
-
-from itertools import product
+"""`torch.optim` bit for bit, where PyTorch contracts nothing: a process of its own, run by `test_update_rule.py`."""
 
 import pytest
 import torch
@@ -56,6 +54,7 @@ def check(kind, options, rule_of, signed_zeros=True):
             assert_same_bits(theirs, ours, f"step {step} of {options}, shape {tuple(param.shape)}")
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @pytest.mark.parametrize("eps", [1e-8, 1e-3])
@@ -73,7 +72,10 @@ def test_adam(lr, betas, eps, weight_decay, kind):
 MOMENTA = [(0.0, 0.0, False), (0.9, 0.0, False), (0.9, 0.1, False), (0.9, 0.0, True)]
 
 
-@pytest.mark.parametrize(("momentum", "lr", "weight_decay"), [*product(MOMENTA, [1e-3, 0.3], [0.0, 0.1])])
+@pytest.mark.pairwise
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("lr", [1e-3, 0.3])
+@pytest.mark.parametrize("momentum", MOMENTA)
 def test_sgd(momentum, lr, weight_decay):
     names = dict(zip(("momentum", "dampening", "nesterov"), momentum, strict=True))
 
@@ -83,6 +85,7 @@ def test_sgd(momentum, lr, weight_decay):
     check(torch.optim.SGD, dict(lr=lr, weight_decay=weight_decay, foreach=False, **names), rule)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("adjust_lr", [None, "original", "match_rms_adamw"])
 @pytest.mark.parametrize("shape", [(16, 16), (24, 64), (64, 24), (1, 8)])

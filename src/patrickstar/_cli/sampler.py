@@ -41,20 +41,20 @@ class BatchSampler:
         self._seed = seed
         self._rank = rank
         self._processes = processes
-        self._taken = 0
+        self._consumed = 0
         """Number of blocks that all processes together have consumed."""
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        order = self._order(self._taken)
+        order = self._order(self._consumed)
         mine = slice(self._rank * self._batch, (self._rank + 1) * self._batch)
         while True:
             indices = [next(order) for _ in range(self._batch * self._processes)]
-            self._taken += len(indices)
+            self._consumed += len(indices)
             yield torch.from_numpy(np.stack([self._block(index) for index in indices[mine]]))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the stream, and the properties that determine the stream."""
-        return {"taken": self._taken, "order": self._source}
+        return {"taken": self._consumed, "order": self._source}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved position, with any batch size. Raise CheckpointError if the stream differs."""
@@ -63,7 +63,7 @@ class BatchSampler:
                 f"the checkpoint belongs to a run over {state['order']}, and this run is over {self._source}; use the "
                 f"same text, --sequence and --seed, or start a new run from an export with --model"
             )
-        self._taken = int(state["taken"])
+        self._consumed = int(state["taken"])
 
     @property
     def _source(self) -> dict[str, int]:

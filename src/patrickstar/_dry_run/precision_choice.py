@@ -68,10 +68,10 @@ def settle_precision(
     own = _choose(model, device) if world.rank == 0 or device.type != "cpu" else None
     gathered = world.all_gather_object(None if own is None else asdict(own))
     choices = [PrecisionChoice(**each) for each in gathered if each is not None]
-    taken = next((choice for choice in choices if choice.precision == "fp16"), choices[0])
+    chosen = next((choice for choice in choices if choice.precision == "fp16"), choices[0])
     if world.rank == 0:
-        (say or _log_choice)(taken)
-    return config.with_precision(taken.precision)
+        (say or _log_choice)(chosen)
+    return config.with_precision(chosen.precision)
 
 
 def warn_of_slow_precision(config: Config, model: nn.Module, device: torch.device) -> None:

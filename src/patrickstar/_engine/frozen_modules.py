@@ -25,9 +25,9 @@ class WithFrozen(nn.Module):
     def __init__(self, model: nn.Module, frozen: Mapping[str, nn.Module]) -> None:
         super().__init__()
         owners = {param: name for name, param in model.named_parameters()}
-        taken = {name.partition(".")[0] for name, _ in model.named_modules()} | {*owners.values()}
+        used = {name.partition(".")[0] for name, _ in model.named_modules()} | {*owners.values()}
         for name, module in frozen.items():
-            if not name.isidentifier() or name in taken:
+            if not name.isidentifier() or name in used:
                 raise ModelError(
                     f"a frozen module can't be named {name!r}: choose an identifier that is not the name of a "
                     f"submodule of {type(model).__name__}"

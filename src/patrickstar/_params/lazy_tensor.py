@@ -220,7 +220,7 @@ def _written_sources(func: Any, args: Any, kwargs: dict[str, Any]) -> set[_Sourc
 def _run(func: Any, args: Any, kwargs: dict[str, Any], written: Collection[_Source] = ()) -> Any:
     """Run a function on copies of the elements, and write back those that it changes, `written` in any case."""
     roots: dict[_Source, torch.Tensor] = {}
-    taken: list[tuple[LazyTensor, torch.Tensor, int]] = []
+    unwrapped: list[tuple[LazyTensor, torch.Tensor, int]] = []
 
     def unwrap(leaf: Any) -> Any:
         if not isinstance(leaf, LazyTensor):
@@ -229,14 +229,14 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any], written: Collection[_Sour
             roots[leaf._source] = leaf._source.read()
         with managing():  # tensors of inference mode have no version counter
             plain = _at(roots[leaf._source], leaf)
-        taken.append((leaf, plain, plain._version))
+        unwrapped.append((leaf, plain, plain._version))
         return plain
 
     out = func(*pytree.tree_map(unwrap, args), **pytree.tree_map(unwrap, kwargs))
-    for source in {*written, *(lazy._source for lazy, plain, version in taken if plain._version != version)}:
+    for source in {*written, *(lazy._source for lazy, plain, version in unwrapped if plain._version != version)}:
         source.elements.write(roots[source])
     sources = {root.untyped_storage()._cdata: source for source, root in roots.items()}
-    lazies = {id(plain): lazy for lazy, plain, _ in taken}
+    lazies = {id(plain): lazy for lazy, plain, _ in unwrapped}
 
     def wrap(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or isinstance(leaf, LazyTensor):

@@ -67,7 +67,7 @@ class SavedByCheckpoint:
         of_forward = self._recomputation is None
         return len(self._block.weak_holders) if of_forward else self._block.recomp_counter[self._recomputation]
 
-    def take_back(self) -> None:
+    def forget(self) -> None:
         """Forget what has been saved since."""
         block, count = self._block, self._count
         if self._recomputation is None:
@@ -97,7 +97,7 @@ def run_with_retry(
         if data.tracer.linked is not None:
             raise explain(f"{name} on parameter {managed.name!r}", data, error) from None
         if saved is not None:
-            saved.take_back()
+            saved.forget()
     with managing():
         data.manager.free_memory()
         data.update_param_views()

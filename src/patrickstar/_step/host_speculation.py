@@ -65,7 +65,7 @@ class _SpareBlocks:
         self._host_tier = host_tier
         self._lock = threading.Lock()
         self._free: list[Blocks] = []
-        self._taken: list[_Update] = []
+        self._holders: list[_Update] = []
         """Updates that have begun and may lose their blocks once they have ended, the oldest first."""
         self.replaced = 0
         """Number of updates that were dropped for newer ones, or found no blocks."""
@@ -79,21 +79,21 @@ class _SpareBlocks:
                 self._free.remove(blocks)
             else:
                 self.replaced += 1
-                fits = (each for each in self._taken if each.sizes == update.sizes)
+                fits = (each for each in self._holders if each.sizes == update.sizes)
                 oldest = next((each for each in fits if each.running is not None and each.running.done), None)
                 if oldest is None:
                     return False
-                self._taken.remove(oldest)
+                self._holders.remove(oldest)
                 blocks, oldest.blocks = oldest.blocks, None
             update.blocks = blocks
-            self._taken.append(update)
+            self._holders.append(update)
             return True
 
     def keep(self, update: _Update) -> bool:
         """Let an update keep its blocks from now on. Return False if it has none."""
         with self._lock:
-            if update in self._taken:
-                self._taken.remove(update)
+            if update in self._holders:
+                self._holders.remove(update)
             return update.blocks is not None
 
     def provide(self, sizes: tuple[int, ...]) -> bool:
@@ -110,8 +110,8 @@ class _SpareBlocks:
             if update is None:
                 blocks = self._free.pop() if self._free else None
             else:
-                if update in self._taken:
-                    self._taken.remove(update)
+                if update in self._holders:
+                    self._holders.remove(update)
                 blocks, update.blocks = update.blocks, None
         for block in blocks or ():
             self._host_tier.release_spare(block)

@@ -172,10 +172,10 @@ class LockFreeUpdates:
         Args:
             groups: Param group of each parameter with a gradient; the gradient of one without is dropped.
         """
-        taken = [managed for managed in groups if managed.location.numel]
+        nonempty = [managed for managed in groups if managed.location.numel]
         self.buffer.accepted[index] = self.buffer.step
         try:
-            for managed in taken:
+            for managed in nonempty:
                 self._accept(managed, groups[managed], scales)
             if self._replay is not None:
                 used = [record for record in self._replay.at(self.buffer.step) if record.last == self.buffer.step]
@@ -188,7 +188,7 @@ class LockFreeUpdates:
                     torch.autograd.graph.increment_version(managed.param)
         except BaseException as error:
             self.withdraw_from_disk(index)
-            self._give_up({*taken, *self.buffer.rules(self.buffer.pending(index))}, error)
+            self._give_up({*nonempty, *self.buffer.rules(self.buffer.pending(index))}, error)
             raise
         self.data.update_param_views()
 

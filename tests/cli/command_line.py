@@ -1,0 +1,51 @@
+"""Calls of the command line in this process, and the small model and text that they train."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from typer.testing import CliRunner, Result
+
+from patrickstar._cli.main import app
+
+CONFIG = dict(model_type="gpt2", n_layer=2, n_embd=32, n_head=2, n_positions=64, vocab_size=300)
+CONFIG |= dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0)
+TEXT = "".join(f"def f{i}(x):\n    return x + {i}\n" for i in range(200))
+SMALL = ["--model", "model.json", "--data", "text.py", "--sequence", 16, "--batch", 2, "--device", "cpu"]
+SMALL += ["--lr", "1e-2", "--log", "log.jsonl"]
+"""Options of a run in the directory of the fixture `small_text`. Later options win over these."""
+
+
+def call(command: str, *words: object) -> Result:
+    return CliRunner().invoke(app, [command, *map(str, words)])
+
+
+def train(*words: object) -> Result:
+    return call("train", *SMALL, *words)
+
+
+def trained(*words: object) -> Result:
+    """Train, and assert that the command succeeded."""
+    result = train(*words)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def assert_refused(result: Result, *parts: object) -> None:
+    """Assert that a command ended with a usage error or an error in one line, with these parts."""
+    assert result.exit_code == 2, result.output
+    assert "Traceback" not in result.output
+    for part in parts:
+        assert str(part) in result.stderr, result.stderr
+
+
+def assert_told(result: Result, *parts: object) -> None:
+    """Assert that a command was refused in one line."""
+    assert_refused(result, *parts)
+    assert result.stderr.count("\n") == 1, result.stderr
+
+
+def read_log(*kinds: str, log: str = "log.jsonl") -> list[dict[str, Any]]:
+    """Return the lines of these kinds, by default those of steps and the summary."""
+    lines = [json.loads(line) for line in Path(log).read_text().splitlines()]
+    return [line for line in lines if line["kind"] in (kinds or ("step", "summary"))]

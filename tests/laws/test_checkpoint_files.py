@@ -1,0 +1,204 @@
+"""Files of checkpoints: what other readers find in them, other options and models, elements that are missing."""
+
+import functools
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from probes import model_data_of, read_state
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan
+from toys import outcome
+
+import patrickstar as ps
+from patrickstar import testing
+from patrickstar._checkpoint import direct_writer
+from patrickstar._checkpoint.direct_writer import write_all
+from patrickstar._checkpoint.load_planner import ShardLoadPlanner
+from patrickstar._checkpoint.manifest import NAME
+from patrickstar._checkpoint.save_planner import ShardSavePlanner, param_shards
+from patrickstar._checkpoint.storage_reader import CheckpointReader
+from patrickstar._engine.engine import Engine
+from patrickstar._layout.shard_geometry import Box
+from patrickstar.errors import CheckpointError
+
+from .checkpoint_cases import Model, config, engine_of, train_steps
+
+
+def test_safetensors_library_reads_the_files(saved_checkpoint):
+    path, _ = saved_checkpoint
+    assert sorted(file.name for file in path.iterdir()) == [NAME, "rank-00000.safetensors"]
+    tensors = load_file(path / "rank-00000.safetensors")
+    engine = engine_of()
+    engine.load(path)
+    for name, value in engine.state_dict().items():
+        if not name.startswith("tied"):
+            assert torch.equal(tensors[f"model.{name}"], value), name
+    assert tensors["model.words.weight"].dtype is torch.float32, "master parameters are saved in fp32"
+    assert tensors["model.head.bias"].dtype is torch.bfloat16, "frozen parameters have no master parameter"
+    assert "optim.state.head.bias.exp_avg" not in tensors
+    assert tensors["optim.state.conv.weight.exp_avg"].shape == (6, 4, 2, 2)
+
+
+def test_torch_distributed_checkpoint_loads_the_folder(saved_checkpoint):
+    path, _ = saved_checkpoint
+    torch.manual_seed(1)
+    model = Model()
+    values = {"model": {name: value for name, value in model.state_dict().items() if not name.startswith("tied")}}
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.load(values, storage_reader=CheckpointReader(path))
+    engine = engine_of()
+    engine.load(path)
+    expected = {name: value for name, value in engine.state_dict().items() if not name.startswith("tied")}
+    assert all(torch.equal(values["model"][name].to(value.dtype), value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("options", [{"precision": "fp32"}, {"precision": "fp16"}, {"chunk_size": "auto"}])
+def test_load_with_another_precision_or_chunk_size(saved_checkpoint, options):
+    path, state = saved_checkpoint
+    engine = engine_of(**options)
+    assert engine.load(path)["note"] == [1, 2]
+    loaded = outcome(engine)
+    assert all(torch.equal(a.to(b.dtype), b) for a, b in zip(state, loaded, strict=True))
+    train_steps(engine)
+
+
+def test_unfrozen_parameters_get_zero_states(saved_checkpoint):
+    torch.manual_seed(0)
+    model = Model()
+    model.head.bias.requires_grad_(True)
+    model.conv.requires_grad_(False)
+    engine = Engine(model, config(), meter=testing.NoMeter())
+    engine.load(saved_checkpoint[0])
+    steps = {param.name: param.steps for param in engine.inspect().parameters}
+    assert steps["head.bias"] == 0 and steps["words.weight"] == 2
+    assert not read_state(engine, "head.bias", "exp_avg").any()
+    train_steps(engine)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [ps.Adam(lr=1e-3), functools.partial(torch.optim.NAdam, lr=1e-3), functools.partial(torch.optim.AdamW, lr=1e-3)],
+)
+def test_another_optimizer_with_the_same_states_is_rejected(saved_checkpoint, optimizer):
+    engine = engine_of(optimizer=optimizer)
+    with pytest.raises(CheckpointError, match="was written with AdamW"):
+        engine.load(saved_checkpoint[0])
+    train_steps(engine, 1)
+
+
+def test_checkpoint_without_loss_scale_keeps_the_scaler(saved_checkpoint):
+    engine = engine_of(precision="fp16")
+    engine.load(saved_checkpoint[0])
+    assert engine.inspect().loss_scale == 2.0**16
+
+
+class UnusualModel(nn.Module):
+    """Model with an empty parameter, complex numbers, and a module that is named like padding tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.none = nn.Parameter(torch.empty(0, 3))
+        self.padding = nn.Linear(9, 5)
+        self.one = nn.Parameter(torch.ones(()))
+        self.register_buffer("turns", torch.polar(torch.ones(3), torch.arange(3.0)))
+        self.register_buffer("count", torch.tensor(7, dtype=torch.uint16))
+        self.frozen = nn.Parameter(torch.randn(40, 40), requires_grad=False)
+
+    def forward(self, x):
+        return (self.padding(x) * self.one).float().pow(2).mean() + self.frozen.float().sum() * 0
+
+
+def test_unusual_tensors(tmp_path):
+    engine = Engine(UnusualModel, config(), meter=testing.NoMeter())
+    engine.save(tmp_path / "odd")
+    engine.save_pretrained(tmp_path / "folder")
+    stored = load_file(tmp_path / "folder" / "model.safetensors")
+    assert {"none", "padding.weight", "padding.bias", "one", "turns", "count", "frozen"} == stored.keys()
+    other = Engine(UnusualModel, config(), meter=testing.NoMeter())
+    other.load(tmp_path / "odd")
+    testing.assert_same_bits(outcome(engine), outcome(other), "saved state")
+
+
+def test_writes_to_frozen_parameters_and_buffers_during_a_save(tmp_path, monkeypatch):
+    monkeypatch.setattr(direct_writer, "write_all", lambda *args: (time.sleep(0.01), write_all(*args)))
+    engine = Engine(UnusualModel, config(), meter=testing.NoMeter())
+    before = engine.state_dict()
+    engine.save(tmp_path / "odd", wait=False)
+    with torch.no_grad():
+        engine.module.frozen.fill_(5)
+        engine.module.turns.zero_()
+    engine.module.frozen.data.fill_(6)
+    assert engine.finish_saving()
+    other = Engine(UnusualModel, config(), meter=testing.NoMeter())
+    other.load(tmp_path / "odd")
+    testing.assert_same_bits(before, other.state_dict(), "state at the save")
+
+
+class Scheduler:
+    def __init__(self, value):
+        self.value = value
+
+    def state_dict(self):
+        return self.value
+
+    def load_state_dict(self, state):
+        self.value = state
+
+
+def test_unsupported_types_in_the_state_are_named(tmp_path):
+    engine = engine_of()
+    with pytest.raises(CheckpointError, match=r"the state\['user'\]\['loader'\]\['worker'\] is a Scheduler"):
+        engine.save(tmp_path / "one", {"loader": {"worker": Scheduler(1)}})
+    assert not list(tmp_path.iterdir())
+    engine.save(tmp_path / "one", {"scheduler": Scheduler({1: (2, 3)})})
+    scheduler = Scheduler(None)
+    engine.load(tmp_path / "one", {"scheduler": scheduler})
+    assert scheduler.value == {1: (2, 3)}
+    with pytest.raises(CheckpointError, match="no state 'sampler'"):
+        engine.load(tmp_path / "one", {"sampler": scheduler})
+
+
+def rows_of_words(rows):
+    """Return rows of the embedding, which has 13 of 24 elements."""
+    return ChunkStorageMetadata(torch.Size((rows.start, 0)), torch.Size((rows.stop - rows.start, 24)))
+
+
+@pytest.mark.parametrize(
+    ("stored", "message"),
+    [
+        ([slice(0, 5), slice(8, 13)], r"lacks \[5:8, 0:24\] of model\.words\.weight"),
+        ([], r"lacks \[0:13, 0:24\] of model\.words\.weight"),
+        ([slice(0, 9), slice(8, 13)], r"has several values for elements of \[0:13, 0:24\] of model\.words\.weight"),
+    ],
+)
+def test_checkpoint_that_lacks_elements(stored, message):
+    engine = engine_of()
+    planner = ShardLoadPlanner(model_data_of(engine), {})
+    chunks = [rows_of_words(rows) for rows in stored]
+    entry = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size((13, 24)), chunks)
+    planner.set_up_planner({}, Metadata({"model.words.weight": entry}))
+    with pytest.raises(CheckpointError, match=message):
+        planner.create_local_plan()
+    engine.close()
+
+
+def test_processes_that_lack_elements():
+    engine = engine_of()
+    data = model_data_of(engine)
+    shards = param_shards(data, list(data.by_chunk))
+    number = next(number for number, shard in enumerate(shards) if shard.name == "model.words.weight")
+    shards[number] = replace(shards[number], box=Box((2, 0), (11, 24)))
+    planner = ShardSavePlanner(shards, data)
+    with pytest.raises(CheckpointError, match=r"no process holds elements \[0:2, 0:24\] of model\.words\.weight"):
+        planner.create_global_plan([planner.create_local_plan(), SavePlan([])])
+    engine.close()

@@ -1,0 +1,126 @@
+"""The engine's own promises beside the laws: stats, plan, refusals, closing."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from toys import layers, mean_square, train
+
+import patrickstar as ps
+from patrickstar._engine.engine import Engine
+from patrickstar.errors import BudgetError, ModelError, TrainingError
+from patrickstar.runtime import initialize_engine
+from patrickstar.testing import NoMeter
+
+WIDTH = 32
+IDS = torch.arange(6).reshape(2, 3)
+
+
+class Words(nn.Module):
+    """An embedding far larger than what is looked up in it, and a small body."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(5000, WIDTH)
+        self.body = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return mean_square(self.body(self.words(ids)))
+
+
+def words_engine(device_memory: int) -> Engine:
+    config = ps.Config(device="cpu", chunk_size=4096, device_memory=device_memory)
+    return Engine(Words, config, meter=NoMeter())
+
+
+def test_an_embedding_that_has_to_move_is_looked_up_on_the_host():
+    weight_bytes = 5000 * WIDTH * 2
+    engine = words_engine(device_memory=weight_bytes + 8192)
+    train(engine, [(IDS,)] * 1)
+    assert engine.stats.last.h2d_bytes >= weight_bytes, "in the first step it comes up as a chunk"
+    train(engine, [(IDS,)] * 2)
+    lookup_bytes = 6 * WIDTH * 2
+    body = engine.layout.param16_bytes - weight_bytes
+    assert engine.stats.last.h2d_bytes <= lookup_bytes + body
+    assert engine.stats.last.d2h_bytes <= lookup_bytes + body
+    engine.close()
+
+
+def test_stats_count_steps_and_bytes():
+    engine = words_engine(device_memory=1 << 24)
+    train(engine, [(IDS,)] * 3)
+    total, last = engine.stats.total, engine.stats.last
+    assert (total.steps, last.steps) == (3, 1)
+    assert (last.h2d_bytes, last.d2h_bytes) == (0, 0), "an embedding that fits stays on the device"
+    assert total.h2d_bytes == engine.layout.optimizer_bytes
+    assert total.device_peak_model_bytes == engine.layout.model_data_bytes
+    assert last.loss_scale == 1.0
+    engine.close()
+
+
+def test_the_papers_entry_point_does_the_same():
+    engine, optimizer = initialize_engine(model_func=Words, config=ps.Config(device="cpu"))
+    assert isinstance(engine, ps.Engine)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    engine.close()
+
+
+def test_meta_parameters_come_from_the_weights_given():
+    torch.manual_seed(0)
+    real = Words()
+    with torch.device("meta"):
+        module = Words()
+    state = real.state_dict()
+    engine, _ = ps.initialize(module, ps.Config(device="cpu"), weights=state.__getitem__)
+    for name, value in engine.state_dict().items():
+        assert torch.equal(value, state[name]), name
+    engine.close()
+
+
+def test_meta_parameters_without_weights_are_refused_by_name():
+    with torch.device("meta"):
+        module = Words()
+    with pytest.raises(ModelError, match=r"words\.weight.*meta"):
+        ps.initialize(module, ps.Config(device="cpu"))
+
+
+def test_backward_wants_a_scalar_that_depends_on_a_parameter():
+    engine = words_engine(device_memory=1 << 24)
+    for shape in ((3,), ()):
+        with pytest.raises(TrainingError, match=r"scalar loss.*requires_grad=False"):
+            engine.backward(torch.zeros(shape))
+    engine.close()
+
+
+def test_an_operator_out_of_memory_is_tried_again_then_explained():
+    engine = words_engine(device_memory=1 << 24)
+    tries = []
+
+    def greedy(self, ids):
+        weight = engine.module.body[0].weight
+        return failing(weight)
+
+    def failing(weight):
+        tries.append(weight.shape)
+        return torch.addmm(weight, weight.new_empty(1 << 40, 1), weight.new_empty(1, 1 << 10))
+
+    engine.module.forward = greedy.__get__(engine.module)
+    with pytest.raises(BudgetError, match=r"ran out of memory.*chunks.*budget is 16777216"):
+        engine(torch.arange(6))
+    engine.close()
+
+
+@pytest.mark.parametrize(("percent", "keeps_duplicates"), [(70, False), (90, True)])
+def test_before_a_step_was_measured_parameters_fit_in_the_warm_ups_share_of_the_device(percent, keeps_duplicates):
+    """If they do, none has to leave, and the host keeps no copies of those that come up."""
+
+    def engine_within(**budget: int) -> Engine:
+        config = ps.Config(device="cpu", chunk_size=4096, **budget)
+        return Engine(partial(layers, 64, 10), config, meter=NoMeter())
+
+    whole = engine_within()
+    engine = engine_within(device_memory=whole.layout.param16_bytes * 100 // percent)
+    assert engine.inspect().keeps_duplicates is keeps_duplicates
+    whole.close()
+    engine.close()

@@ -1,0 +1,133 @@
+"""`engine.inspect()`: plain data that agree with the layout, and that reading does not change."""
+
+import contextlib
+import json
+from dataclasses import FrozenInstanceError, asdict
+
+import pytest
+import torch
+from torch import nn
+
+import patrickstar as ps
+from patrickstar import testing
+from patrickstar._engine.engine import Engine
+
+WIDTH = 64
+
+
+def build() -> nn.Module:
+    layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(12)))
+    layers[0].requires_grad_(False)
+    return layers
+
+
+@contextlib.contextmanager
+def engine_with(**options):
+    torch.manual_seed(0)
+    config = ps.Config(device="cpu", chunk_size=8448, **options)
+    with contextlib.closing(Engine(build, config, meter=testing.NoMeter(), page_bytes=4096)) as engine:
+        yield engine
+
+
+def backward(engine: Engine) -> None:
+    engine.backward(engine(torch.ones(4, WIDTH)).float().pow(2).mean())
+
+
+def test_parameters_and_chunks_agree_with_the_layout():
+    with engine_with() as engine:
+        state = engine.inspect()
+        assert [param.name for param in state.parameters] == [name for name, _ in engine.module.named_parameters()]
+        for param, (_, plain) in zip(state.parameters, build().named_parameters(), strict=True):
+            kinds = {chunk.kind for chunk in state.chunks if chunk.index == param.chunk}
+            assert (param.shape, param.numel, param.dtype) == (plain.shape, plain.numel(), "bfloat16")
+            assert param.trained is plain.requires_grad
+            assert kinds == ({"param16", "param32", "exp_avg", "exp_avg_sq"} if param.trained else {"param16"})
+            assert param.optimizer_tier == ("host" if param.trained else None)
+            assert (param.state, param.steps, param.has_gradient) == ("HOLD", 0, False)
+        kinds = dict.fromkeys(("param32", "exp_avg", "exp_avg_sq"), "float32") | {"param16": "bfloat16"}
+        assert {(chunk.kind, chunk.dtype) for chunk in state.chunks} == kinds.items()
+        assert sum(chunk.nbytes for chunk in state.chunks) == engine.layout.model_data_bytes
+        for tier, usage in (("device", state.device), ("host", state.host)):
+            assert sum(chunk.nbytes for chunk in state.chunks if tier in chunk.tiers) == usage.chunk_bytes
+        assert state.device.budget_bytes == engine.device_budget_bytes
+        assert state.host.budget_bytes == engine.host_budget_bytes
+        assert state.disk is None
+
+
+def test_a_step_as_inspections_show_it():
+    running = []
+    with engine_with(device_memory="24KiB") as engine:
+        engine.module[5].register_forward_hook(lambda *_: running.append(engine.inspect()))
+        backward(engine)
+        waiting = engine.inspect()
+        assert running[0].parameters[10].state == "HOLD_AFTER_FWD"
+        assert all(param.has_gradient == param.trained for param in waiting.parameters)
+        assert {param.state for param in waiting.parameters if param.trained} == {"HOLD_AFTER_BWD"}
+        engine.optimizer.step()
+        after = engine.inspect()
+        assert not any(param.has_gradient for param in after.parameters)
+        assert {param.steps for param in after.parameters} == {0, 1}
+        accesses = [moment.chunks for moment in after.trace if moment.chunks]
+        assert {index for chunks in accesses for index in chunks} == {param.chunk for param in after.parameters}
+        total = engine.stats.total
+        assert (after.h2d_bytes, after.d2h_bytes) == (total.h2d_bytes, total.d2h_bytes)
+        assert after.h2d_bytes > 0
+
+
+def test_the_window_of_a_backward():
+    open_windows = []
+    with engine_with() as engine:
+        out = engine(torch.ones(4, WIDTH))
+        out.register_hook(lambda _: open_windows.append(engine.inspect().window_open))
+        engine.module[3].weight.register_hook(lambda _: open_windows.append(engine.inspect().window_open))
+        engine.backward(out.float().pow(2).mean())
+        assert open_windows == [False, True] and not engine.inspect().window_open
+
+
+def test_a_disk_updates_from_it_and_a_closed_engine(tmp_path):
+    with engine_with(device_memory="24KiB", host_memory="140KiB", disk=ps.Disk(tmp_path)) as engine:
+        for _ in range(2):
+            backward(engine)
+            engine.optimizer.step()
+        state = engine.inspect()
+        assert state.disk.path.parent == tmp_path and 0 < state.disk.used_bytes <= state.disk.nbytes
+        assert {param.optimizer_tier for param in state.parameters} >= {None, "disk"}
+        assert any("disk" in chunk.tiers for chunk in state.chunks)
+        pending = [param for param in state.parameters if param.update_pending]
+        assert pending and all(param.optimizer_tier == "disk" for param in pending)
+        engine.state_dict()
+        assert not any(param.update_pending for param in engine.inspect().parameters)
+        assert engine.inspect().disk_read_bytes > 0 and engine.inspect().disk_write_bytes > 0
+    state = engine.inspect()
+    assert state.chunks == state.parameters == ()
+    assert state.device.chunk_bytes == state.host.chunk_bytes == 0
+    assert state.disk.nbytes == state.disk.used_bytes == 0
+
+
+@pytest.mark.parametrize("precision, scale", [("bf16", 1.0), ("fp16", 2.0**16)])
+def test_the_loss_scale(precision, scale):
+    with engine_with(precision=precision) as engine:
+        assert engine.inspect().loss_scale == scale
+
+
+def test_snapshots_are_plain_and_reading_changes_nothing():
+    with engine_with() as engine:
+        backward(engine)
+        first = engine.inspect()
+        assert engine.inspect() == first
+        json.dumps(asdict(first))
+        with pytest.raises(FrozenInstanceError):
+            first.parameters[0].steps = 1
+        engine.optimizer.step()
+        assert engine.inspect() != first and first.parameters[2].steps == 0
+
+
+def test_a_chunk_has_the_state_of_its_parameters():
+    with engine_with() as engine:
+        assert {chunk.state for chunk in engine.inspect().chunks} == {"HOLD", None}
+        backward(engine)
+        state = engine.inspect()
+        frozen = {param.chunk for param in state.parameters if not param.trained}
+        for chunk in state.chunks:
+            of_params = "HOLD" if chunk.index in frozen else "HOLD_AFTER_BWD"
+            assert chunk.state == (of_params if chunk.kind == "param16" else None)

@@ -1,0 +1,173 @@
+"""AdamW with 8-bit states and schedule-free AdamW: bytes, bits on every tier, and what they compute."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sampling import draws
+from toys import mean_square, train
+
+import patrickstar as ps
+from patrickstar import testing
+from patrickstar._engine.engine import Engine
+from patrickstar._kernels.adam_8bit import SQUARE_OFFSET, SQUARE_SHIFT, SQUARE_WORD, square_of, to_codes
+from patrickstar.errors import ConfigError, ModelError
+from patrickstar.testing import NoMeter, assert_same_bits
+
+from .tiers import Room, blocks, chunk_sizes, compare, inputs, many_blocks, on_disk, options, rooms
+
+EIGHT_BIT = ps.AdamW8bit(lr=1e-2, weight_decay=0.1)
+LOOPS = [{}, {"max_norm": 0.1}, {"accumulation": 2}]
+
+
+def test_model_data_takes_8_bytes_per_parameter():
+    engine = Engine(blocks, options("bf16", 9000, optimizer=EIGHT_BIT), meter=NoMeter())
+    numel = sum(param.numel() for param in engine.module.parameters())
+    assert engine.layout.model_data_bytes - engine.layout.padding_bytes == 8 * numel
+
+
+@settings(max_examples=draws(10), deadline=None, print_blob=True)
+@given(st.sampled_from(["bf16", "fp16", "fp32"]), chunk_sizes, rooms, st.sampled_from(LOOPS))
+def test_states_on_any_tier(tmp_path_factory, precision, chunk_size, room, loop):
+    config = options(precision, chunk_size, optimizer=EIGHT_BIT)
+    config = on_disk(many_blocks, config, tmp_path_factory.mktemp("swap"), inputs(1)[0], room)
+    compare(many_blocks, config, lambda trainer, optimizer: train(trainer, inputs(4), **loop))
+
+
+def test_muon_takes_it_for_the_other_parameters():
+    config = options("bf16", 9000, optimizer=ps.Muon(lr=1e-2, adamw=EIGHT_BIT))
+    testing.compare(blocks, config, lambda trainer, optimizer: train(trainer, inputs(3)))
+
+
+@pytest.mark.parametrize("update", [ps.Delayed(after=2), None], ids=["delayed", "in the step"])
+@pytest.mark.parametrize("optimizer", [EIGHT_BIT, ps.EMA(EIGHT_BIT, decay=0.9)], ids=["alone", "averaged"])
+def test_other_updates(tmp_path, update, optimizer):
+    config = options("bf16", 9000, optimizer=optimizer, update=update)
+    config = on_disk(many_blocks, config, tmp_path, inputs(1)[0], Room(12_000, 12_000, 0.2))
+    compare(many_blocks, config, lambda trainer, optimizer: train(trainer, inputs(5)))
+
+
+def test_states_are_loaded_as_they_are_and_not_from_adamw():
+    states = {}
+    for name, optimizer in {"AdamW": ps.AdamW(), "8 bits": EIGHT_BIT}.items():
+        engine = testing.stressed(blocks, options("bf16", 9000, optimizer=optimizer))
+        train(engine, inputs(4))
+        states[name] = engine.optimizer.state_dict()
+    engine, optimizer = ps.initialize(blocks, options("bf16", 9000, optimizer=EIGHT_BIT))
+    with pytest.raises(ModelError, match="exp_avg_8bit"):
+        optimizer.load_state_dict(states["AdamW"])
+    train(engine, inputs(1))
+    optimizer.load_state_dict(states["8 bits"])
+    for position, state in optimizer.state_dict()["state"].items():
+        assert state["exp_avg_8bit"].dtype == torch.uint8
+        assert_same_bits(states["8 bits"]["state"][position], state, "states")
+
+
+@settings(max_examples=draws(50), deadline=None)
+@given(st.floats(2.0**-60, 2.0**12), st.integers(0, 1 << 30))
+def test_rounding_has_the_exact_mean(value, seed):
+    generator = torch.Generator().manual_seed(seed)
+    random = torch.randint(1 << SQUARE_SHIFT, (20_000,), dtype=torch.int32, generator=generator)
+    values = torch.full((20_000,), value) + SQUARE_OFFSET
+    found = square_of(to_codes(values, SQUARE_WORD, random, SQUARE_SHIFT)).double()
+    # The error of the mean is normal; 6 standard deviations occur once in a billion cases.
+    least = max(found.std().item(), 1e-3 * value) / 20_000**0.5
+    assert abs(found.mean().item() - value) <= 6 * least + 2.0**-22 * (value + SQUARE_OFFSET)
+
+
+def test_it_trains_as_adamw_does():
+    """Losses of a linear model, of which AdamW with states in fp32 reaches a ten thousandth."""
+    losses = {}
+    for name, optimizer in {"fp32": ps.AdamW(lr=1e-2), "8 bits": ps.AdamW8bit(lr=1e-2)}.items():
+        generator = torch.Generator().manual_seed(0)
+        target = torch.randn(64, 64, generator=generator) / 8
+        torch.manual_seed(0)
+        engine, _ = ps.initialize(torch.nn.Linear(64, 64, bias=False), options("fp32", 9000, optimizer=optimizer))
+        for _ in range(400):
+            x = torch.randn(32, 64, generator=generator)
+            loss = mean_square(engine(x) - x @ target)
+            engine.backward(loss)
+            engine.optimizer.step()
+        losses[name] = loss.item()
+        engine.close()
+    print(losses)
+    assert losses["8 bits"] < 1.5 * losses["fp32"]
+
+
+# Schedule-free AdamW: its recurrence, its average, and what is refused
+
+
+OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1, "warmup_steps": 3, "r": 1.0}
+SCHEDULE_FREE = ps.ScheduleFreeAdamW(**OPTIONS)
+
+
+class PlainScheduleFree:
+    """Algorithm 1 of Defazio et al. in double precision, with weight decay at y: x, y and z are separate sequences."""
+
+    def __init__(self, params, lr, betas, weight_decay, warmup_steps, r, eps=1e-8):
+        self.y = [param.detach().double() for param in params]
+        self.x, self.z = [y.clone() for y in self.y], [y.clone() for y in self.y]
+        self.v = [torch.zeros_like(y) for y in self.y]
+        self.lr, self.betas, self.weight_decay, self.eps = lr, betas, weight_decay, eps
+        self.warmup_steps, self.r = warmup_steps, r
+        self.steps, self.total, self.largest = 0, 0.0, 0.0
+
+    def step(self, grads):
+        """Update x, y and z."""
+        self.steps += 1
+        lr, (beta1, beta2) = self.lr * min(1.0, self.steps / self.warmup_steps), self.betas
+        self.largest = max(self.largest, lr)
+        weight = self.steps**self.r * self.largest**2
+        self.total += weight
+        for number, grad in enumerate(grads):
+            self.v[number] = beta2 * self.v[number] + (1 - beta2) * grad.double() ** 2
+            corrected = self.v[number] / (1 - beta2**self.steps)
+            change = grad.double() / (corrected.sqrt() + self.eps) + self.weight_decay * self.y[number]
+            # `schedulefree` interpolates y with the old z, and then makes the step in both.
+            share = weight / self.total
+            self.x[number] = (1 - share) * self.x[number] + share * (self.z[number] - lr * change)
+            self.z[number] = self.z[number] - lr * change
+            self.y[number] = (1 - beta1) * self.z[number] + beta1 * self.x[number]
+
+
+def test_the_three_sequences_of_the_paper():
+    """The kernel stores y and z only; x follows from them."""
+    engine, optimizer = ps.initialize(blocks, options("fp32", 9000, optimizer=SCHEDULE_FREE))
+    names = [name for name, _ in engine.module.named_parameters()]
+    plain = PlainScheduleFree(list(engine.state_dict().values()), **OPTIONS)
+    for batch in inputs(8):
+        engine.backward(mean_square(engine(*batch)))
+        plain.step([engine.gradient(name) for name in names])
+        optimizer.step()
+        assert_close(engine, plain.y, atol=2e-6)
+    with engine.averaged():
+        assert_close(engine, plain.x)
+    assert_close(engine, plain.y)
+
+
+def assert_close(engine, expected, atol=2e-5):
+    for found, value in zip(engine.state_dict().values(), expected, strict=True):
+        torch.testing.assert_close(found.double(), value, rtol=2e-5, atol=atol)
+
+
+@pytest.mark.parametrize("loop", [{}, {"max_norm": 0.1}, {"accumulation": 2}], ids=str)
+def test_states_on_disk(tmp_path, loop):
+    config = options("bf16", 9000, optimizer=SCHEDULE_FREE)
+    config = on_disk(blocks, config, tmp_path, inputs(1)[0], Room(12_000, 12_000, 0.2))
+    compare(blocks, config, lambda trainer, optimizer: train(trainer, inputs(5), **loop))
+
+
+def test_a_changed_learning_rate_weights_later_steps():
+    def script(trainer, optimizer):
+        losses = train(trainer, inputs(3))
+        optimizer.param_groups[0]["lr"] = 3e-2
+        return losses + train(trainer, inputs(6)[3:])
+
+    testing.compare(blocks, options("bf16", 9000, optimizer=SCHEDULE_FREE), script)
+
+
+def test_what_is_refused():
+    with pytest.raises(ConfigError, match="weights the steps of each parameter"):
+        ps.Config(optimizer=ps.ScheduleFreeAdamW(), update=ps.LockFree())
+    with pytest.raises(ConfigError, match="must be above 0"):
+        ps.ScheduleFreeAdamW(betas=(0.0, 0.9))

@@ -1,0 +1,64 @@
+"""Blocks of speculative updates: taken when an update begins, and from the oldest that has ended if none is free."""
+
+from types import SimpleNamespace
+
+from patrickstar._memory.host_arena import HostArena
+from patrickstar._memory.host_tier import HostTier
+from patrickstar._step.host_speculation import _SpareBlocks, _Update
+
+SIZES = 1024, 4096
+
+
+def spare(sets: int) -> tuple[HostTier, _SpareBlocks]:
+    tier = HostTier(1 << 16, 1 << 16, HostArena, poison=True)
+    tier.spare_use_bytes = tier.budget_bytes
+    blocks = _SpareBlocks(tier)
+    for _ in range(sets):
+        assert blocks.provide(SIZES)
+    return tier, blocks
+
+
+def update(done: bool = True) -> _Update:
+    chunks = [SimpleNamespace(nbytes=nbytes) for nbytes in SIZES]
+    return _Update({}, chunks, [], [], [], running=SimpleNamespace(done=done))
+
+
+def test_the_oldest_update_that_has_ended_gives_its_blocks_to_a_newer_one():
+    _, blocks = spare(2)
+    running, oldest, newest = update(done=False), update(), update()
+    assert blocks.take(running) and blocks.take(oldest)
+    held = oldest.blocks
+    assert blocks.take(newest) and newest.blocks is held and oldest.blocks is None
+    assert blocks.replaced == 1
+
+
+def test_blocks_that_are_kept_are_not_taken():
+    _, blocks = spare(1)
+    first = update()
+    assert blocks.take(first) and blocks.keep(first)
+    assert not blocks.take(update()) and first.blocks is not None
+
+
+def test_an_update_without_blocks_has_nothing_to_keep():
+    _, blocks = spare(0)
+    late = update()
+    assert not blocks.take(late) and not blocks.keep(late)
+
+
+def test_all_memory_is_released():
+    tier, blocks = spare(3)
+    second = update()
+    assert blocks.take(second) and tier.spare_bytes == 3 * sum(SIZES)
+    assert blocks.release(second) and not blocks.release(second)
+    while blocks.release():
+        pass
+    assert tier.spare_bytes == 0
+
+
+def test_blocks_stay_within_what_the_last_step_left():
+    tier = HostTier(1 << 16, 1 << 16, HostArena, poison=True)
+    tier.spare_use_bytes = tier.budget_bytes
+    tier.release_block(tier.allocate_block(60_000))  # needed in the last step
+    tier.reset_peaks()
+    blocks = _SpareBlocks(tier)
+    assert blocks.provide(SIZES) and not blocks.provide(SIZES)

@@ -1,0 +1,55 @@
+"""Sizes of the ring of pages through which states pass from disk to disk."""
+
+import pytest
+import torch
+
+from patrickstar._memory.chunk_manager import ChunkManager
+from patrickstar._memory.disk_tier import DiskTier
+from patrickstar._memory.swap_file import SwapFile
+from patrickstar._schedule.placement import Tier
+from patrickstar._step.staging_pool import StagingPool, StagingSize
+
+
+@pytest.mark.parametrize(("room", "sets"), [(0, 2), (3 * 4096 * 5, 5), (1 << 30, 12)])
+def test_a_ring_has_as_many_sets_as_there_is_room_for_but_two_at_least(room, sets):
+    size = StagingSize.choose(3, 100_000, 4096, None, room)
+    assert (size.page_bytes, size.pages, size.nbytes) == (4096, 3 * sets, 3 * sets * 4096)
+
+
+def test_where_an_update_can_not_be_cut_a_page_of_the_ring_holds_a_chunk():
+    size = StagingSize.choose(4, 100_000, 4096, 100_000, 1 << 30)
+    assert (size.page_bytes, size.pages) == (102_400, 8)
+    size = StagingSize.choose(4, 100_000, 4096, 10_000, 1 << 30)
+    assert (size.page_bytes, size.pages) == (12_288, 8), "larger chunks may be cut"
+
+
+def test_pages_of_lists_pass_through_buffers_and_come_back(tmp_path):
+    manager = ChunkManager(
+        torch.device("cpu"), 1 << 16, 1 << 20, poison=True, disk=DiskTier(SwapFile(tmp_path, 0), 4096)
+    )
+    numel = 3000  # three pages, the last one in part
+    lists = [manager.new_chunk(kind, 0, numel, "float32", Tier.HOST) for kind in ("param32", "exp_avg")]
+    for value, chunk in enumerate(lists):
+        chunk.on_host(chunk.whole).copy_(torch.arange(numel) + value)
+        manager.mark_written(chunk, on_device=False)
+        manager.move_to_tier(chunk, Tier.DISK)
+    pool = StagingPool(manager, StagingSize(4096, 4, by_pages=True))
+    first, second = (pool.start_read(lists, *page) for page in pool.pages(lists[0])[:2])
+    assert pool.start_read(lists, *pool.pages(lists[0])[2]) is None, "no buffers are free"
+    for pages in (first, second):
+        pool.wait(pages.reads)
+        assert pages.ready and pages.is_current(lists)
+        for value, view in enumerate(pool.views(pages)):
+            assert torch.equal(view, torch.arange(pages.first, pages.first + pages.numel) + float(value))
+            view.neg_()
+    pool.write(first, lists)
+    first.updated = True
+    pool.drop(second)
+    pool.wait_for_buffers()
+    pool.collect()
+    assert not pool.live and not lists[0].has_page_writes
+    for value, chunk in enumerate(lists):
+        manager.move_to_tier(chunk, Tier.HOST)
+        found, expected = chunk.on_host(chunk.whole), torch.arange(numel) + float(value)
+        assert torch.equal(found[1024:], expected[1024:]) and torch.equal(found[:1024], -expected[:1024])
+    manager.close()

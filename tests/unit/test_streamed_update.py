@@ -1,0 +1,137 @@
+"""Test the update on the host of a device parameter: gradients are copied down, parameters up, in pieces."""
+
+import threading
+import time
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from patrickstar._kernels.adam import AdamRule
+from patrickstar._kernels.cpp_backend import CppBackend
+from patrickstar._kernels.dispatch import Kernels
+from patrickstar._kernels.update_rule import Gradient, Span
+from patrickstar._memory.host_arena import HostArena
+from patrickstar._memory.host_tier import HostTier
+from patrickstar._step.streamed_update import BUFFERS, IN_KERNEL, PIECE_NUMEL, StreamedUpdates, buffer_bytes
+from patrickstar.testing import assert_same_bits
+
+RULE = AdamRule(1e-2, 0.9, 0.999, 1e-8, 0.1, decoupled=True, step=2)
+
+
+def span(numel, earlier):
+    generator = torch.Generator().manual_seed(numel)
+    param = torch.randn(numel, generator=generator).bfloat16()
+    lists = [torch.rand(numel, generator=generator) for _ in range(3)]
+    summed = torch.randn(numel, generator=generator) if earlier else None
+    return Span(param, Gradient(param, summed), lists[0], tuple(lists[1:]), RULE)
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor that says it lies on another device than it does."""
+
+    device = torch.device("meta")
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+
+class ImmediateAccelerator:
+    """Accelerator whose copies are done at once."""
+
+    def new_stream(self) -> None:
+        pass
+
+    def enter_worker(self) -> None:
+        pass
+
+    def record(self) -> SimpleNamespace:
+        return SimpleNamespace(query=lambda: True)
+
+    @contextmanager
+    def use(self, stream: None, *, after_current: bool = True):
+        yield
+
+    def order(self, event: SimpleNamespace) -> None:
+        pass
+
+    wait = order
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["C++", "PyTorch's operators"])
+@pytest.mark.parametrize("earlier", [False, True], ids=["one backward", "several"])
+@pytest.mark.parametrize("numel", [0, 5, PIECE_NUMEL + 3, 2 * PIECE_NUMEL + 1])
+def test_an_update_in_pieces_has_the_bits_of_an_update_in_place(numel, earlier, native):
+    if numel > PIECE_NUMEL and not native:
+        numel = PIECE_NUMEL + 3
+    kernels = Kernels(CppBackend.find() if native else None)
+    expected, found = span(numel, earlier), span(numel, earlier)
+    kernels.update([expected], (0.5,))
+    above = found.param.as_subclass(Elsewhere)
+    in_pieces = Span(above, Gradient(above, found.grad.accumulated), found.master, found.states, RULE)
+    nbytes = buffer_bytes(numel, above.itemsize, by_pages=True)
+    streamed = StreamedUpdates(
+        kernels, ImmediateAccelerator(), HostTier(1 << 26, 1 << 26, HostArena, poison=True), nbytes
+    )
+    streamed.submit([in_pieces], (0.5,), []).finish()
+    streamed.close()
+    for what in ("param", "master"):
+        assert_same_bits([getattr(expected, what)], [getattr(found, what)], what)
+    assert_same_bits(list(expected.states), list(found.states), "states")
+
+
+class NotedKernels(Kernels):
+    """Kernels that note the begin and end of each update."""
+
+    def __init__(self) -> None:
+        super().__init__(CppBackend.find())
+        self.notes: list[str] = []
+        self.gate = threading.Event()
+
+    def start(self, spans, scales):
+        self.notes.append("start")
+        running = super().start(spans, scales)
+        return [SimpleNamespace(finish=partial(self._finish, running), cancel=lambda: None)]
+
+    def _finish(self, running):
+        assert self.gate.wait(20)
+        for each in running:
+            each.finish()
+        self.notes.append("finish")
+
+
+class NotedCopies(StreamedUpdates):
+    """Updates that note the begin of each copy to the host."""
+
+    def _download(self, number, span, ready):
+        self.kernels.notes.append("copy")
+        return super()._download(number, span, ready)
+
+
+def test_the_kernel_has_its_next_piece_before_it_ends_one(monkeypatch):
+    """And the first pieces of the next update are copied while it updates the last ones."""
+    monkeypatch.setattr("patrickstar._step.streamed_update.PIECE_NUMEL", 64)
+    kernels, pieces = NotedKernels(), 9
+    spans = []
+    for _ in range(2):
+        own = span(64 * pieces, False)
+        above = own.param.as_subclass(Elsewhere)
+        spans.append(Span(above, Gradient(above, None), own.master, own.states, RULE))
+    nbytes = buffer_bytes(64 * pieces, 2, by_pages=True)
+    streamed = NotedCopies(kernels, ImmediateAccelerator(), HostTier(1 << 20, 1 << 20, HostArena, poison=True), nbytes)
+    updates = [streamed.submit([each], (), []) for each in spans]
+    until = time.monotonic() + 20
+    while (begun := list(kernels.notes)).count("copy") < BUFFERS or begun.count("start") < IN_KERNEL:
+        assert time.monotonic() < until, begun
+        time.sleep(0.001)
+    kernels.gate.set()
+    for update in updates:
+        update.finish()
+    streamed.close()
+    assert "finish" not in begun
+    for number, note in enumerate(kernels.notes):
+        if note == "finish":
+            before = kernels.notes[:number]
+            left = (pieces - before.count("finish") - 1) % pieces
+            assert before.count("start") - before.count("finish") == min(IN_KERNEL, left + 1), (number, kernels.notes)
+    assert kernels.notes.count("finish") == 2 * pieces

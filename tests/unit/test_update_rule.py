@@ -1,0 +1,333 @@
+"""Update rules of all backends, in place and to other memory, compared bit by bit with an implementation in NumPy.
+
+The reference is in `rule_lists.py` and `ieee.py`. It takes only the hyper-parameters from the rules.
+"""
+
+import math
+import os
+import platform
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cache
+from itertools import product
+from pathlib import Path
+
+import ieee
+import implementations
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from rule_lists import LISTS
+from sampling import NIGHTLY, draws, nightly
+
+from patrickstar._kernels.adam import AdamRule
+from patrickstar._kernels.adam_8bit import Adam8bitRule
+from patrickstar._kernels.cpp_backend import CppBackend
+from patrickstar._kernels.dispatch import Kernels
+from patrickstar._kernels.eager_backend import EagerBackend
+from patrickstar._kernels.lion import LionRule
+from patrickstar._kernels.schedule_free import ScheduleFreeRule
+from patrickstar._kernels.sgd import SGDRule
+from patrickstar._kernels.update_rule import Gradient, Rule, Span
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+quick = settings(derandomize=True, deadline=None, max_examples=draws(150))
+
+RULES = [
+    AdamRule(1e-3, 0.9, 0.999, 1e-8, 0.0, True, 1),
+    AdamRule(1e-3, 0.9, 0.999, 1e-8, 0.01, True, 3),
+    AdamRule(1e-3, 0.9, 0.999, 1e-8, 0.01, False, 1000),
+    AdamRule(0.3, 0.3, 0.5, 1e-8, 0.0, False, 2),
+    AdamRule(0.3, 0.3, 0.95, 1e-3, 0.1, True, 2),
+    AdamRule(0.3, 0.4, 0.95, 0.0, 0.1, False, 7),
+    AdamRule(1e-3, 0.0, 0.0, 1e-8, 0.0, False, 1),
+    AdamRule(1e-42, 0.5, 0.95, 1e-41, 1e-40, False, 5),
+    Adam8bitRule(1e-3, 0.9, 0.999, 1e-8, 0.01, True, 1),
+    Adam8bitRule(1e-3, 0.9, 0.999, 1e-8, 0.0, False, 1000),
+    Adam8bitRule(0.3, 0.4, 0.95, 0.0, 0.1, False, 70_000),
+    SGDRule(0.1, 0.0, 0.0, 0.0, False, 1),
+    SGDRule(0.1, 0.0, 0.0, 0.01, False, 4),
+    SGDRule(0.1, 0.9, 0.0, 0.1, False, 1),
+    SGDRule(0.1, 0.9, 0.1, 0.0, False, 2),
+    SGDRule(0.1, 0.9, 0.1, 0.1, False, 3),
+    SGDRule(0.1, 0.9, 0.0, 0.0, True, 1),
+    SGDRule(1.0, 0.9, 0.0, 0.1, True, 5),
+    LionRule(1e-3, 0.9, 0.99, 0.0),
+    LionRule(0.1, 0.3, 0.5, 0.1),
+    *(
+        ScheduleFreeRule(1e-2, 0.9, 0.95, 1e-8, decay, weight, step)
+        for decay, (weight, step) in product((0.0, 0.1), ((1.0, 1), (0.0, 1), (0.5, 2), (0.01, 90)))
+    ),
+]
+SCALES = [(), (1 / 65536, 0.3), (1e-41, 3e38)]
+
+
+def rule_name(rule):
+    return f"{type(rule).__name__}-{rule.mode}"
+
+
+def double(value):
+    return np.asarray(value, dtype=np.float64)
+
+
+def codes(numel, random):
+    return [torch.from_numpy(random.integers(0, 256, numel, dtype=np.uint8)) for _ in range(2)]
+
+
+@dataclass(frozen=True)
+class UpdateCase:
+    """Inputs of one update. `param` is the dtype of the updated parameter."""
+
+    rule: Rule
+    latest: torch.Tensor
+    accumulated: torch.Tensor | None
+    scales: tuple[float, ...]
+    master: torch.Tensor
+    states: tuple[torch.Tensor, ...]
+    param: torch.dtype
+
+    @classmethod
+    def drawn(cls, rule, numel, random, *, latest, param, accumulated=False, scales=()):
+        """Random numbers, the special ones among them. `last`: the gradient, or its dtype."""
+        if isinstance(latest, torch.dtype):
+            latest = ieee.tensor(numel, latest, random)
+        master, summed, *states = (torch.from_numpy(ieee.numbers(numel, random)) for _ in range(2 + len(rule.kinds)))
+        if isinstance(rule, Adam8bitRule):
+            states = codes(numel, random)
+        elif len(states) == 2:  # mostly not negative: the root of a negative variance is NaN
+            states[1] = torch.where(torch.from_numpy(random.random(numel) < 0.9), states[1].abs(), states[1])
+        return cls(rule, latest, summed if accumulated else None, scales, master, tuple(states), param)
+
+    def expected(self):
+        """Return the expected bits of the parameter, its master and the states."""
+        grad = ieee.widened(self.latest)
+        if self.accumulated is not None:
+            grad = ieee.add(self.accumulated.numpy(), grad)
+        for scale in self.scales:
+            grad = ieee.multiply(grad, ieee.rounded(scale))
+        state = [self.master.numpy(), *(state.numpy() for state in self.states)]
+        after = LISTS[type(self.rule)](self.rule, grad, *state, ieee.rounded)
+        return [ieee.stored(after[0], self.param), *(ieee.stored(values) for values in after)]
+
+    def found(self, implementation, elsewhere=False):
+        """Return the bits after an update by a backend, of masters and states in place or in other memory."""
+        latest, lists = self.latest.clone(), [values.clone() for values in (self.master, *self.states)]
+        param = latest if self.param == latest.dtype else torch.empty_like(latest, dtype=self.param)
+        accumulated = None if self.accumulated is None else self.accumulated.clone()
+        out = [torch.full_like(values, 7) for values in lists] if elsewhere else None
+        span = Span(param, Gradient(latest, accumulated), lists[0], tuple(lists[1:]), self.rule)
+        implementation.update([replace(span, out=tuple(out)) if elsewhere else span], self.scales)
+        read = [(self.accumulated, accumulated)] if accumulated is not None else []
+        read += [(self.latest, latest)] if param is not latest else []
+        read += zip((self.master, *self.states), lists, strict=True) if elsewhere else []
+        assert all(np.array_equal(ieee.bits_of(before), ieee.bits_of(after)) for before, after in read), "only read"
+        return [ieee.bits_of(tensor) for tensor in (param, *(out or lists))]
+
+    def check(self, implementation, expected=None):
+        """Compare the bits of a backend with the expected ones."""
+        expected = expected if expected is not None else self.expected()
+        for elsewhere in (False, True):
+            found = self.found(implementation, elsewhere)
+            for name, bits, other in zip(("param", "master", *self.rule.kinds), expected, found, strict=True):
+                wrong = np.flatnonzero(bits != other)
+                assert not wrong.size, (
+                    f"{self.rule}: {name} differs in {wrong.size} of {bits.size}, first in {wrong[0]}: "
+                    f"{bits[wrong[0]]:#x} expected, {other[wrong[0]]:#x} found, of a gradient {self.latest[wrong[0]]}, "
+                    f"master {self.master[wrong[0]]}, states {[state[wrong[0]].item() for state in self.states]}"
+                )
+
+
+# Tests of the reference
+
+
+floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+def nearest(exact: Fraction) -> np.float32:
+    """Round a fraction to float32, ties to even, by integer arithmetic without intermediate rounding."""
+    if exact == 0:
+        return np.float32(0)
+    exponent = abs(exact.numerator).bit_length() - exact.denominator.bit_length()
+    exponent -= abs(exact) < Fraction(2) ** exponent  # now 2**exponent <= abs(exact) < 2**(exponent + 1)
+    unit = Fraction(2) ** max(exponent - 23, -149)
+    value = round(exact / unit) * unit
+    return np.float32(math.copysign(math.inf, value) if abs(value) >= 2**128 else float(value))
+
+
+@quick
+@given(floats, floats)
+def test_two_roundings_are_as_good_as_one(one, other):
+    a, b = np.float32([one]), np.float32([other])
+    assert ieee.add(a, b) == nearest(Fraction(one) + Fraction(other))
+    assert ieee.subtract(a, b) == nearest(Fraction(one) - Fraction(other))
+    assert ieee.multiply(a, b) == nearest(Fraction(one) * Fraction(other))
+    assume(other != 0)
+    assert ieee.divide(a, b) == nearest(Fraction(one) / Fraction(other))
+
+
+@quick
+@given(floats.map(abs))
+def test_two_roundings_of_a_square_root_are_as_good_as_one(value):
+    # The roots of denormals are normal numbers: 96 more binary digits of the value are 48 more of the root.
+    root = nearest(Fraction(math.isqrt(int(Fraction(value) * 2**298)), 2**149))
+    below, above = (Fraction(float(np.nextafter(root, np.float32(to)))) for to in (0, np.inf))
+    assert ieee.square_root(np.float32([value])) == root
+    # The integer root above is truncated; its rounding is nevertheless the nearest number.
+    middle = (Fraction(float(root)) + above) / 2, (Fraction(float(root)) + below) / 2
+    assert middle[1] ** 2 <= Fraction(value) <= middle[0] ** 2
+
+
+def test_the_numbers_drawn_are_as_hard_as_they_should_be():
+    random = np.random.default_rng(0)
+    for dtype in ieee.DTYPES:
+        found = ieee.tensor(20_000, dtype, random)
+        tiny = torch.finfo(dtype).tiny
+        kinds = {
+            "NaN": found.isnan(),
+            "infinite": found.isinf(),
+            "denormal": (found.abs() < tiny) & (found != 0),
+            "negative zero": (found == 0) & found.signbit(),
+            "usual": (found.abs() > 1e-3) & (found.abs() < 1e3),
+        }
+        assert all(int(kind.sum()) > 20 for kind in kinds.values()), (dtype, kinds)
+
+
+# Backends against the reference
+
+
+@cache
+def hard(rule: Rule, dtype: torch.dtype):
+    """Return updates by a rule for a gradient dtype, with their expected bits."""
+    random = np.random.default_rng(RULES.index(rule))
+    updates = [
+        UpdateCase.drawn(rule, 1500, random, latest=dtype, param=param, accumulated=accumulated, scales=scales)
+        for param, (accumulated, scales) in zip(
+            [dtype, *ieee.DTYPES, *ieee.DTYPES], product((False, True), SCALES), strict=False
+        )
+    ]
+    return [(update, update.expected()) for update in updates]
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("implementation", implementations.ALL)
+@pytest.mark.parametrize("dtype", ieee.DTYPES, ids=str)
+@pytest.mark.parametrize("rule", RULES, ids=rule_name)
+def test_updates_have_the_bits_of_the_written_list(rule, dtype, implementation):
+    for update, expected in hard(rule, dtype):
+        update.check(implementation, expected)
+
+
+def test_the_rules_tried_have_every_mode():
+    modes = {(type(rule), rule.mode) for rule in RULES}
+    assert modes == {*product([AdamRule, Adam8bitRule], range(3)), *product([SGDRule], range(5)), (LionRule, 0)} | {
+        *product([ScheduleFreeRule], range(8))
+    }
+    heavy = {rule.mode for rule in RULES if type(rule) is AdamRule and rule.beta1 <= 0.5}
+    assert heavy == {0, 1, 2}
+
+
+@pytest.mark.parametrize("implementation", implementations.ALL)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_gradient_of_16_bits(dtype, implementation):
+    random = np.random.default_rng(1)
+    every = ieee.from_bits(np.arange(1 << 16, dtype=np.uint16), dtype)
+    for rule in (RULES[1], RULES[8], RULES[15], RULES[18]):
+        UpdateCase.drawn(rule, 1 << 16, random, latest=every, param=dtype, scales=(0.3,)).check(implementation)
+
+
+rates = st.sampled_from([0.0, 1e-42, 1e-8, 1.0, 1e30]) | st.floats(0, 10)
+betas = st.sampled_from([0.0, 0.5, 0.5 - 2**-26, 0.5 + 2**-26, 1 - 2**-53]) | st.floats(0, 1, exclude_max=True)
+decays = st.just(0.0) | st.floats(0, 1)
+momenta, few = st.floats(1e-3, 1), st.integers(1, 3)
+any_rule = (
+    st.builds(AdamRule, rates, betas, betas, rates, decays, st.booleans(), st.integers(1, 1 << 20))
+    | st.builds(Adam8bitRule, rates, betas, betas, rates, decays, st.booleans(), st.integers(1, 1 << 40))
+    | st.builds(SGDRule, rates, st.just(0.0) | momenta, st.floats(0, 1), decays, st.just(False), few)
+    | st.builds(SGDRule, rates, momenta, st.just(0.0), decays, st.just(True), few)
+    | st.builds(LionRule, rates, betas, betas, decays)
+    | st.builds(ScheduleFreeRule, rates, betas, betas, rates, decays, st.floats(0, 1), st.integers(1, 1 << 20))
+)
+dtypes = st.sampled_from(ieee.DTYPES)
+
+
+@pytest.mark.parametrize("implementation", implementations.ALL)
+@quick
+@given(any_rule, dtypes, dtypes, st.booleans(), st.lists(rates, max_size=2).map(tuple), st.integers(0, 1 << 30))
+def test_any_hyper_parameters(implementation, rule, dtype, param, accumulated, scales, seed):
+    random = np.random.default_rng(seed)
+    update = UpdateCase.drawn(rule, 100, random, latest=dtype, param=param, accumulated=accumulated, scales=scales)
+    update.check(implementation)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=rule_name)
+def test_a_master_of_double_precision_goes_through_the_same_list(rule):
+    """NumPy's float64 operations are correctly rounded."""
+    random = np.random.default_rng(2)
+    grad, master, *states = (random.standard_normal(5000) for _ in range(2 + len(rule.kinds)))
+    states = [np.abs(state) for state in states]
+    if isinstance(rule, Adam8bitRule):
+        states = [state.numpy() for state in codes(5000, random)]
+    tensors = [torch.from_numpy(values.copy()) for values in (grad, master, *states)]
+    span = Span(tensors[0], Gradient(tensors[0], dtype=torch.float64), tensors[1], tuple(tensors[2:]), rule)
+    EagerBackend().update([span], (0.3,))
+    after = LISTS[type(rule)](rule, ieee.multiply(grad, double(0.3)), master, *states, double)
+    for expected, found in zip((after[0], *after), tensors, strict=True):
+        wrong = np.flatnonzero(expected.view(np.uint8) != found.numpy().view(np.uint8))
+        assert not wrong.size, f"{wrong.size} of {expected.size} differ, first in {wrong[0]}"
+
+
+# PyTorch's optimizers
+
+
+x86_only = pytest.mark.skipif(
+    platform.machine() not in ("x86_64", "AMD64"),
+    reason=f"on {platform.machine()} PyTorch contracts multiplications and additions into one in its plainest code too",
+)
+
+
+@x86_only
+def test_without_vector_instructions_pytorch_gives_these_bits():
+    # PyTorch reads the variable once per process.
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "unit/torch_without_avx.py"]
+    command += ["--hypothesis-profile", NIGHTLY] if nightly() else []
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": "default"}
+    tests = Path(__file__).parents[1]
+    result = subprocess.run(command, cwd=tests, env=environment, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stdout[-10000:] + result.stderr
+
+
+LR = 1e-3
+MOST_OF_LR = 5e-4
+"""Largest allowed difference from PyTorch after 1,000 steps, in learning rates. Measured: 3.0e-4."""
+MOST_ULPS = 40
+"""The difference in units in the last place, for parameters of at least 10 learning rates. Measured: 22."""
+MOST_OF_CHANGE = 1.5e-6
+"""The 2-norm of the difference, relative to the change by 1,000 steps. Measured: 7.6e-7."""
+
+
+@x86_only
+@pytest.mark.parametrize("magnitude", [1.0, 1e-4])
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": False, "fused": False}], ids=["fused", "plain"])
+def test_after_a_thousand_steps_pytorch_is_within_rounding_errors(options, magnitude):
+    """With vector instructions PyTorch contracts some operations; the resulting difference stays small."""
+    generator = torch.Generator().manual_seed(2)
+    start = 0.5 * torch.randn(4109, generator=generator)
+    param, master = torch.nn.Parameter(start.clone()), start.clone()
+    theirs = torch.optim.AdamW([param], lr=LR, **options)
+    states, kernels = (torch.zeros(4109), torch.zeros(4109)), Kernels(CppBackend.find())
+    for step in range(1, 1001):
+        grad = magnitude * torch.randn(4109, generator=generator)
+        param.grad = grad.clone()
+        theirs.step()
+        rule = AdamRule(LR, 0.9, 0.999, 1e-8, 0.01, decoupled=True, step=step)
+        kernels.update([Span(grad, Gradient(grad), master, states, rule)], ())
+    apart = (param.detach().double() - master.double()).abs()
+    assert apart.max() / LR <= MOST_OF_LR
+    last_place = torch.nextafter(master.abs(), torch.tensor(torch.inf)).double() - master.abs().double()
+    assert (apart / last_place)[master.abs() >= 10 * LR].max() <= MOST_ULPS
+    assert apart.norm() / (master - start).double().norm() <= MOST_OF_CHANGE

@@ -1,0 +1,34 @@
+"""Workloads of presets: divided by tensor parallelism, with and without experts."""
+
+from dataclasses import replace
+
+import pytest
+
+from patrickstar._models.presets import MOE_PRESETS, PRESETS, T5_PRESETS
+from patrickstar._perf_model.experts import Experts
+from patrickstar._perf_model.gpt_costs import Gpt
+from patrickstar._perf_model.mesh import Mesh
+from patrickstar._perf_model.workload import gpt_workload, t5_workload
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_tensor_parallel_processes_divide_work_and_parameters(tp):
+    mesh = Mesh(gpus=8, tp=tp)
+    for shape, workload in ((PRESETS["gpt-12b"], gpt_workload), (T5_PRESETS["t5-27b"], t5_workload)):
+        whole, part = workload(shape, 2, True), workload(shape, 2, True, mesh)
+        assert tp * part.operations == pytest.approx(whole.operations)
+        vectors = shape.layers * 8 * shape.hidden + (shape.sequence + 2) * shape.hidden
+        assert whole.params <= tp * part.params <= whole.params + (tp - 1) * vectors
+        assert whole.non_model_bytes / tp <= part.non_model_bytes <= whole.non_model_bytes
+        assert part.all_params == whole.params and (tp == 1) is (part == whole)
+
+
+def test_a_model_with_fewer_layers_than_the_distance_of_experts_is_dense():
+    gpt = Gpt(1, 1024, heads=16, experts=Experts(8, every=2))
+    dense = replace(gpt, experts=None)
+    assert gpt_workload(gpt, 1) == gpt_workload(dense, 1) and gpt.numel == dense.numel
+
+
+def test_a_model_with_128_experts_has_its_published_size():
+    assert MOE_PRESETS["gpt-moe-52b"].numel == pytest.approx(52e9, rel=0.02)
+    assert MOE_PRESETS["t5-moe-1.2t"].numel == pytest.approx(1.2e12, rel=0.05)
