@@ -180,18 +180,19 @@ def _update_buffer_bytes(layout: Layout, rules: Sequence[Rule]) -> int:
 
     They hold the largest parameter whose update can't be cut, if there is one, and pieces of others.
     """
-    numels: dict[bool, int] = {False: 0, True: 0}
     uncut = {rule.kinds for rule in rules if not rule.by_pages}
+    whole_numel = cut_numel = 0
     for chunk in layout.chunks:
         if chunk.schema.trained:
             numel = max((layout.locations[name].numel for name in chunk.params), default=0)
-            cut = chunk.schema.state_kinds not in uncut
-            numels[cut] = max(numels[cut], numel)
+            if chunk.schema.state_kinds in uncut:
+                whole_numel = max(whole_numel, numel)
+            else:
+                cut_numel = max(cut_numel, numel)
     itemsize = max((chunk.schema.lists[0].itemsize for chunk in layout.chunks), default=0)
-    if not uncut:
-        return round_up(buffer_bytes(numels[True], itemsize, by_pages=True), buffer_count(True) * ALIGN_BYTES)
-    numel = max(numels[False], min(PIECE_NUMEL, numels[True]))
-    return round_up(buffer_bytes(numel, itemsize, by_pages=False), buffer_count(False) * ALIGN_BYTES)
+    by_pages = not uncut
+    numel = cut_numel if by_pages else max(whole_numel, min(PIECE_NUMEL, cut_numel))
+    return round_up(buffer_bytes(numel, itemsize, by_pages), buffer_count(by_pages) * ALIGN_BYTES)
 
 
 def optimizer_room_bytes(layout: Layout, host_bytes: int, device_param_bytes: int, on_host: Collection[int]) -> int:
