@@ -1,5 +1,6 @@
 """Process group of a training run: members, agreement on options, and detection of processes that ended."""
 
+import inspect
 import json
 import os
 import socket
@@ -113,8 +114,17 @@ class World:
         return self._checkpoints
 
     def _new_group(self, backend: str, ranks: Sequence[int] | None = None) -> dist.ProcessGroup:
+        order: dict[str, Any] = {}
+        if ranks is not None and list(ranks) != sorted(ranks):
+            if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
+                raise ConfigError(
+                    f"a group of processes {list(ranks)}, not in ascending order, as several replicas or a device "
+                    f"mesh need it, takes PyTorch 2.12 or newer, and this is {torch.__version__}: update PyTorch, or "
+                    f"use one replica and a mesh in ascending order"
+                )
+            order = {"sort_ranks": False}
         create: Callable[[], dist.ProcessGroup] = partial(
-            dist.new_group, ranks, backend=backend, timeout=self._timeout, sort_ranks=False
+            dist.new_group, ranks, backend=backend, timeout=self._timeout, **order
         )
         # Other backends connect later. They may depend on the current device, which each thread has its own of.
         return connect(create, self._store, self.rank) if backend == "gloo" else create()
