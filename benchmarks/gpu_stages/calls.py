@@ -107,7 +107,7 @@ def _steps(device: str, output: Path) -> list[Turn]:
     if small:
         return [run("engine", "3b", 16, parts=4), run("fsdp2", "3b", 4), run("deepspeed", "3b", 4)]
     return [
-        run("engine", "3b", 4, 64, **capped),
+        run("engine", "3b", 4, 64, limit_s=90, **capped),
         run("fsdp2", "3b", 4),
         run("plain", "3b", 4),
         run("engine", "gpt-1b", 4, 16, **whole),

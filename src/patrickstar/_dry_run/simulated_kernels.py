@@ -27,6 +27,10 @@ class SimulatedKernels(Kernels):
     def start(self, spans: Sequence[Span], scales: Sequence[float]) -> list[Any]:
         return self.start_after((), spans, scales)
 
+    def update(self, spans: Sequence[Span], scales: Sequence[float]) -> None:
+        for running in self.start(spans, scales):
+            running.finish()
+
     def start_after(self, copies: Sequence[Copy], spans: Sequence[Span], scales: Sequence[float]) -> list[Any]:
         on_host = [span for span in spans if self.hardware.on_host(span.master)]
         on_device = [span for span in spans if not self.hardware.on_host(span.master)]
