@@ -64,7 +64,8 @@ def _tests(device: str) -> list[Turn]:
     # It compares addresses of whole tensors; it would miss the second parameter of a chunk. The tiny model has one.
     sanitized = [("races between streams", {} if small else {"TORCH_CUDA_SANITIZER": "1"}, ())]
     # `cudaErrorNotReady` of an event query is no error.
-    memcheck = (shutil.which("compute-sanitizer") or COMPUTE_SANITIZER, "--report-api-errors", "no")
+    tool = shutil.which("compute-sanitizer") or COMPUTE_SANITIZER
+    memcheck = (tool, "--report-api-errors", "no", "--target-processes", "all")
     if Path(memcheck[0]).exists() and not small:
         unpooled = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
         sanitized.append(("accesses out of bounds", unpooled, (*memcheck, "--error-exitcode", "9")))

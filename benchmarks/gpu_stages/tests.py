@@ -61,8 +61,18 @@ def run(record: Record, options: SimpleNamespace) -> None:
     sys.exit(int(not passed))
 
 
+class _NotedEvent(torch.Event):
+    """Event that PyTorch's sanitizer sees pass: it knows that the host has waited for an event, not that it asked."""
+
+    def query(self) -> bool:
+        passed = super().query()
+        if passed:
+            self.synchronize()
+        return passed
+
+
 def train_tiny(record: Record, options: SimpleNamespace) -> None:
     """Train the tiny model, whose chunks move in every step, and compare it with plain PyTorch."""
+    torch.Event = _NotedEvent  # type: ignore[misc]
     torch.use_deterministic_algorithms(True)
     tiny.compare(options.device, Hardware(torch.device(options.device)))
-    record.check("the tiny model is exact", True)

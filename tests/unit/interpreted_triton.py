@@ -5,8 +5,10 @@ import pytest
 import torch
 from sampling import nightly
 
+from patrickstar._kernels import triton_backend
 from patrickstar._kernels.triton_backend import TritonBackend
 from patrickstar._kernels.update_rule import Gradient, Span
+from patrickstar._layout.chunk_mapping import ALIGN_NUMEL
 
 # The interpreter computes with numpy, which warns of every infinity and NaN.
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
@@ -36,6 +38,59 @@ def test_updates_are_those_of_the_list(fused, rule, dtype):
     kernel_cases.check_update(
         fused, rule, dtype, cases=kernel_cases.CASES if nightly() else kernel_cases.CASES[first::3]
     )
+
+
+@pytest.mark.parametrize("earlier", [False, True], ids=["latest", "accumulated"])
+def test_neighbours_in_a_chunk_are_updated_by_one_launch(fused, monkeypatch, earlier):
+    """And what lies between two parameters is left alone, if it belongs to a third."""
+    launches = []
+    kernel = fused._kernels.update_kernel
+    monkeypatch.setattr(fused._kernels, "update_kernel", Counted(kernel, launches))
+    generator, rule = torch.Generator().manual_seed(0), kernel_cases.RULES[0]
+    kinds = [torch.bfloat16] + [torch.float32] * (3 + earlier)
+    lists = [kernel_cases.numbers(5 * ALIGN_NUMEL, kind, generator, special=False) for kind in kinds]
+    lists[3].abs_()
+    parts = [slice(0, 100), slice(128, 384), slice(512, 520)]  # between the last two is one without a gradient
+    results = []
+    for one in (fused, kernel_cases.EagerBackend()):
+        param, master, first, second, *sums = (values.clone() for values in lists)
+        spans = [
+            Span(
+                param[part], Gradient(param[part], *(each[part] for each in sums)), master[part],
+                (first[part], second[part]), rule,
+            )
+            for part in parts
+        ]  # fmt: skip
+        one.update(spans, (0.5,))
+        results.append([torch.cat([values[part] for part in parts]) for values in (param, master, first, second)])
+        results[-1] += [values[384:512] for values in (param, master, first, second)]
+    assert len(launches) == 2
+    for ours, listed in zip(*results, strict=True):
+        assert kernel_cases.same_bits(listed, ours)
+
+
+class Counted:
+    """A kernel whose launches are noted."""
+
+    def __init__(self, kernel, launches):
+        self.kernel, self.launches = kernel, launches
+
+    def __getitem__(self, grid):
+        self.launches.append(grid)
+        return self.kernel[grid]
+
+
+def test_gradient_statistics_of_several_launches(fused, monkeypatch):
+    monkeypatch.setattr(triton_backend, "LAUNCH_COUNT", 3)
+    monkeypatch.setattr(triton_backend, "LAUNCH_NUMEL", 10_000)
+    launches = []
+    kernel = fused._kernels.grad_stats_kernel
+    monkeypatch.setattr(fused._kernels, "grad_stats_kernel", Counted(kernel, launches))
+    generator = torch.Generator().manual_seed(0)
+    numels = (1, 2, 3, 4, 9_000, 999, 5_000, 20_000, 1)
+    gradients = [Gradient(kernel_cases.numbers(numel, torch.bfloat16, generator, special=False)) for numel in numels]
+    assert fused.grad_stats(gradients, ()) == kernel_cases.EagerBackend().grad_stats(gradients, ())
+    assert len(launches) == 5
 
 
 @pytest.mark.parametrize("dtype", kernel_cases.DTYPES, ids=str)

@@ -1,8 +1,10 @@
 """Triton backend: one pass over device memory per update."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
+from itertools import accumulate
 from types import ModuleType
 
 import torch
@@ -11,12 +13,17 @@ from patrickstar._kernels.averaged import AveragedRule
 from patrickstar._kernels.cpp_backend import Unavailable
 from patrickstar._kernels.grad_norm import BLOCK_NUMEL, GradStats
 from patrickstar._kernels.update_rule import Gradient, Rule, Span, rounded
+from patrickstar._layout.chunk_mapping import ALIGN_NUMEL
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PROGRAM_NUMEL = 1024
 """Elements per program of an update: 8 per thread of 4 warps, which is 16 bytes of 16-bit floats."""
 PROGRAM_BLOCKS = 4
 """Blocks per program of the gradient statistics: each warp reads the rows of one block."""
+LAUNCH_COUNT = 256
+"""Gradients per launch of the statistics at most: each program reads that many numbers to find its own."""
+LAUNCH_NUMEL = 1 << 28
+"""Elements per launch of the statistics, or one gradient: its block sums take 0.8 MB."""
 EXACT = {"num_warps": 4, "enable_fp_fusion": False}
 """Launch options of every kernel. See [Note: Triton's arithmetic]."""
 
@@ -73,11 +80,9 @@ class TritonBackend:
     def update(self, spans: Sequence[Span], scales: Sequence[float]) -> None:
         factors = _factors(scales)
         scalars: dict[Rule, tuple[float, ...]] = {}
-        for span in spans:
+        for span in _joined(spans):
             rule = span.rule
             assert rule.code is not None, f"{type(rule).__name__} is not among Triton's kernels"
-            if span.numel == 0:
-                continue
             if rule not in scalars:
                 scalars[rule] = rule.scalars(torch.float32)
             first_state, second_state, *_ = (*span.states, None, None)
@@ -103,24 +108,114 @@ class TritonBackend:
         if not gradients:
             return GradStats()
         factors = _factors(scales)
-        results = [self._grad_stats(grad, factors) for grad in gradients]
+        results = [self._grad_stats(group, factors) for group in _launches(gradients)]
         # The only synchronization of the host with the device.
         sums, counts = (torch.cat(values).tolist() for values in zip(*results, strict=True))
         return GradStats(tuple(sums), sum(counts))
 
-    def _grad_stats(self, grad: Gradient, factors: tuple[float, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-        device, blocks = grad.latest.device, -(-grad.numel // BLOCK_NUMEL)
-        total = torch.zeros(1, dtype=torch.float64, device=device)
-        if blocks == 0:
-            return total, torch.zeros(1, dtype=torch.int64, device=device)
-        sums = torch.empty(blocks, dtype=torch.float64, device=device)
-        not_finite = torch.empty(blocks, dtype=torch.int32, device=device)
-        with torch.cuda.device_of(grad.latest):
-            self._kernels.grad_stats_kernel[(-(-blocks // PROGRAM_BLOCKS),)](
-                grad.latest, grad.accumulated, grad.numel, factors, sums, not_finite, blocks=PROGRAM_BLOCKS, **EXACT
-            )
-            self._kernels.fold_kernel[(1,)](sums, blocks, total, **EXACT)
-        return total, not_finite.sum(dim=0, keepdim=True)
+    def _grad_stats(
+        self, gradients: Sequence[Gradient], factors: tuple[float, ...]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the sum of squares of each gradient, and the number of non-finite elements of all."""
+        first, device = gradients[0], gradients[0].latest.device
+        programs = [-(-grad.numel // (PROGRAM_BLOCKS * BLOCK_NUMEL)) for grad in gradients]
+        firsts = list(accumulate(programs, initial=0))
+        total, count = firsts.pop(), 1 << (len(gradients) - 1).bit_length()
+        rows = [
+            firsts,
+            [grad.numel for grad in gradients],
+            [_elements_between(first.latest, grad.latest) for grad in gradients],
+            [_elements_between(first.accumulated, grad.accumulated) for grad in gradients],
+        ]
+        padding = [total] * (count - len(gradients))  # no program begins there
+        table = torch.tensor([row + padding for row in rows], dtype=torch.int64, device="cpu")
+        table = table.to(device, non_blocking=True)
+        sums = torch.empty(total * PROGRAM_BLOCKS, dtype=torch.float64, device=device)
+        not_finite = torch.empty(total * PROGRAM_BLOCKS, dtype=torch.int32, device=device)
+        totals = torch.empty(len(gradients), dtype=torch.float64, device=device)
+        sizes = {"count": count, "blocks": PROGRAM_BLOCKS}
+        with torch.cuda.device_of(first.latest):
+            if total:
+                self._kernels.grad_stats_kernel[(total,)](
+                    first.latest, first.accumulated, table, factors, sums, not_finite, **sizes, **EXACT
+                )
+            self._kernels.fold_kernel[(len(gradients),)](sums, table, totals, **sizes, **EXACT)
+        return totals, not_finite.sum(dim=0, keepdim=True)
+
+
+def _launches(gradients: Sequence[Gradient]) -> Iterator[list[Gradient]]:
+    """Divide gradients into those of one launch: of the same dtypes, and of a bounded number of block sums."""
+    group: list[Gradient] = []
+    numel = 0
+    for grad in gradients:
+        numel += grad.numel
+        if group and (_kind(grad) != _kind(group[0]) or len(group) == LAUNCH_COUNT or numel > LAUNCH_NUMEL):
+            yield group
+            group, numel = [], grad.numel
+        group.append(grad)
+    yield group
+
+
+def _kind(grad: Gradient) -> tuple[torch.dtype, bool]:
+    return grad.latest.dtype, grad.accumulated is None
+
+
+def _elements_between(first: torch.Tensor | None, second: torch.Tensor | None) -> int:
+    """Return how many elements behind the begin of a tensor another one of its dtype begins."""
+    if first is None or second is None:
+        return 0
+    return (second.data_ptr() - first.data_ptr()) // first.itemsize
+
+
+def _joined(spans: Sequence[Span]) -> Iterator[Span]:
+    """Join spans with one rule that lie behind each other in their chunks, so that one launch updates them.
+
+    What lies between them is less than a parameter's alignment: elements of no parameter. They are updated, too.
+    """
+    whole: Span | None = None
+    for span in spans:
+        if span.numel == 0:
+            continue
+        joined = None if whole is None else _join(whole, span)
+        if joined is None and whole is not None:
+            yield whole
+        whole = joined or span
+    if whole is not None:
+        yield whole
+
+
+def _join(first: Span, second: Span) -> Span | None:
+    """Return a span of both, or None if other elements lie between them."""
+    step = _elements_between(first.param, second.param)
+    lists, others = _lists(first), _lists(second)
+    if (
+        not first.numel <= step < first.numel + ALIGN_NUMEL
+        or first.rule != second.rule
+        or [each.dtype for each in lists] != [each.dtype for each in others]
+        or any(
+            _elements_between(each, other) != step
+            or each.untyped_storage().data_ptr() != other.untyped_storage().data_ptr()
+            for each, other in zip(lists, others, strict=True)
+        )
+    ):
+        return None
+    numel = step + second.numel
+    whole = {id(each): each.as_strided((numel,), (1,)) for each in lists}
+    grad, accumulated = first.grad, first.grad.accumulated
+    return replace(
+        first,
+        param=whole[id(first.param)],
+        grad=replace(
+            grad, latest=whole[id(grad.latest)], accumulated=None if accumulated is None else whole[id(accumulated)]
+        ),
+        master=whole[id(first.master)],
+        states=tuple(whole[id(state)] for state in first.states),
+    )
+
+
+def _lists(span: Span) -> list[torch.Tensor]:
+    tensors = (span.param, span.grad.latest, span.grad.accumulated, span.master, *span.states)
+    return [tensor for tensor in tensors if tensor is not None]
 
 
 def _factors(scales: Sequence[float]) -> tuple[float, ...]:

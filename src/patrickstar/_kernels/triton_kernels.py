@@ -16,7 +16,7 @@ from patrickstar._kernels.sgd import SGDRule
 # unless a launch sets `enable_fp_fusion=False`. `/` and `tl.sqrt` are approximate for float32; `tl.div_rn` and
 # `tl.sqrt_rn` are not. GPUs and the interpreter cast NaNs, ties and denormals differently, so bfloat16 is widened and
 # rounded by integer operations on its bits; both cast float16 as IEEE 754 requires, so only its NaN is set by bits.
-# Nothing is summed by `tl.sum`, whose order of additions is unspecified.
+# No floats are summed by `tl.sum`, whose order of additions is unspecified.
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """True if the kernels run in Triton's interpreter on the CPU. Fixed when this module is imported."""
@@ -244,12 +244,20 @@ def _fold_lanes(lanes, blocks: tl.constexpr):
 
 
 @triton.jit
-def grad_stats_kernel(grad, accumulated, numel, scales, sums, not_finite, blocks: tl.constexpr):
-    """Store the sum of squares and the number of non-finite elements of each of `blocks` blocks.
+def grad_stats_kernel(grad, accumulated, table, scales, sums, not_finite, count: tl.constexpr, blocks: tl.constexpr):
+    """Store the sum of squares and the number of non-finite elements of each block of several gradients.
 
-    The order of additions follows [Note: sums in fixed order].
+    The order of additions follows [Note: sums in fixed order]. A program computes `blocks` blocks of one gradient.
+    `table` has rows of `count` numbers, one for each gradient: its first program, its number of elements, and how many
+    elements behind `grad` and behind `accumulated` it begins.
     """
-    block = tl.program_id(0).to(tl.int64) * blocks + tl.arange(0, blocks)
+    program = tl.program_id(0).to(tl.int64)
+    which = tl.sum((tl.load(table + tl.arange(0, count)) <= program).to(tl.int32)) - 1
+    numel = tl.load(table + count + which)
+    block = (program - tl.load(table + which)) * blocks + tl.arange(0, blocks)
+    grad += tl.load(table + 2 * count + which)
+    if accumulated is not None:
+        accumulated += tl.load(table + 3 * count + which)
     first = block[:, None] * BLOCK_NUMEL + tl.arange(0, LANES)[None, :]
     lanes = tl.full((blocks, LANES), 0.0, tl.float64)
     counts = tl.full((blocks, LANES), 0, tl.int32)
@@ -264,18 +272,21 @@ def grad_stats_kernel(grad, accumulated, numel, scales, sums, not_finite, blocks
             counts = counts + tl.where(exponents == 0x7F800000, 1, 0)
             wide = grads.to(tl.float64)
             lanes = lanes + wide * wide
-    is_block = block * BLOCK_NUMEL < numel
-    tl.store(sums + block, _fold_lanes(lanes, blocks), mask=is_block)
-    tl.store(not_finite + block, _fold_lanes(counts, blocks), mask=is_block)
+    results = program * blocks + tl.arange(0, blocks)  # zeros behind the gradient's last block
+    tl.store(sums + results, _fold_lanes(lanes, blocks))
+    tl.store(not_finite + results, _fold_lanes(counts, blocks))
 
 
 @triton.jit
-def fold_kernel(values, numel, total):
-    """Store the sum of a flat float64 tensor, added in the order of `grad_norm.fold`."""
+def fold_kernel(values, table, totals, count: tl.constexpr, blocks: tl.constexpr):
+    """Store the sum of each gradient's block sums, added in the order of `grad_norm.fold`. See `grad_stats_kernel`."""
+    which = tl.program_id(0)
+    values += tl.load(table + which) * blocks
+    numel = (tl.load(table + count + which) + BLOCK_NUMEL - 1) // BLOCK_NUMEL
     lane = tl.arange(0, LANES)[None, :]
     lanes = tl.full((1, LANES), 0.0, tl.float64)
     for first in range(0, numel, LANES * UNROLLED_ROWS):
         for row in tl.static_range(UNROLLED_ROWS):
             offsets = first + row * LANES + lane
             lanes = lanes + tl.load(values + offsets, mask=offsets < numel, other=0.0)
-    tl.store(total + tl.arange(0, 1), _fold_lanes(lanes, 1))
+    tl.store(totals + which + tl.arange(0, 1), _fold_lanes(lanes, 1))

@@ -106,13 +106,16 @@ class ModelData(LocalShards, ProcessHooks):
     def place_embeddings(self) -> None:
         """Switch embeddings to host lookups if the last step transferred more weight bytes than lookup output bytes.
 
-        Each switch invalidates the traces.
+        Each switch invalidates the traces. Where all model data fits on the device, later steps transfer nothing.
         """
+        manager = self.manager
+        model_bytes = sum(chunk.nbytes for chunk in manager.chunks.values())
+        all_fits = model_bytes + self.tracer.non_model_peak <= manager.device_tier.budget_bytes
         for managed in self.managed_params:
             if not managed.embedding:
                 continue
             chunk = managed.chunk
-            saves_transfers = embedding_runs_on_host(chunk.transferred_bytes, managed.lookup_bytes)
+            saves_transfers = not all_fits and embedding_runs_on_host(chunk.transferred_bytes, managed.lookup_bytes)
             has_room = chunk.host_bytes > 0 or self.manager.host_tier.has_room(chunk.nbytes)
             if not managed.on_host and saves_transfers and has_room:
                 self.manager.move_to_tier(managed.chunk, Tier.HOST)

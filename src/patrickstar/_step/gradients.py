@@ -147,24 +147,32 @@ class Gradients:
                 self.data.update_param_views()
 
     def _compute_stats(self) -> GradStats:
-        """Compute the statistics chunk by chunk, so that temporary copies hold at most one chunk's gradients."""
+        """Compute the statistics: of all gradients on the device at once, of others chunk by chunk.
+
+        So temporary copies hold at most one chunk's gradients. Nothing moves before those on the device are read.
+        """
         sums: dict[ManagedParam, float] = {}
-        not_finite = 0
+        not_finite, data = 0, self.data
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            for managed_params in self.data.by_chunk.values():
-                with_gradient = [managed for managed in managed_params if managed.has_gradient]
-                for managed in with_gradient:
-                    self.data.ensure_local(managed)
-                on_disk = [managed for managed in with_gradient if self.data.gradient_on_disk(managed)]
-                in_memory = [managed for managed in with_gradient if managed not in on_disk]
+            groups = [[managed for managed in group if managed.has_gradient] for group in data.by_chunk.values()]
+            at_once: list[ManagedParam] = []
+            if self.kernels.has_kernel(data.manager.device):
+                at_once = [managed for group in groups for managed in group if data.gradient_on_device(managed)]
+            read = set(at_once)
+            rest = [[managed for managed in group if managed not in read] for group in groups]
+            for group in filter(None, [at_once, *rest]):
+                for managed in group:
+                    data.ensure_local(managed)
+                on_disk = [managed for managed in group if data.gradient_on_disk(managed)]
+                in_memory = [managed for managed in group if managed not in on_disk]
                 self._make_room(in_memory)
                 stats = self.kernels.grad_stats(
-                    [self.data.gradient(managed).together() for managed in in_memory], self.scales
+                    [data.gradient(managed).together() for managed in in_memory], self.scales
                 )
                 sums.update(zip(in_memory, stats.squares, strict=True))
                 not_finite += stats.not_finite
                 for managed in on_disk:
-                    parts = (part.together().scaled(self.scales) for _, part in self.data.gradient_parts(managed))
+                    parts = (part.together().scaled(self.scales) for _, part in data.gradient_parts(managed))
                     stats = grad_stats_of_parts(parts)
                     sums[managed] = stats.squares[0]
                     not_finite += stats.not_finite
