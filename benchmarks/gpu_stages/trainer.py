@@ -95,7 +95,13 @@ def train(record: Record, options: SimpleNamespace) -> None:
         part = ids.chunk(run.parts)[0]
         with engine.record(run.log) if run.log else nullcontext():
             timed(RECORDED_STEPS)
+        start = time.perf_counter()
         report = engine.plan(input_ids=part, labels=part)
+        record.figure("plan", time.perf_counter() - start, "s", note="time of planning")
+        busy = {"compute": report.compute_s, "host": report.host_s}
+        busy |= {used.name: used.busy_s for used in report.channels}
+        for name, seconds in busy.items():
+            record.figure(f"planned: {name}", seconds, "s")
         predicted = {"predicted step": report.seconds, "bound of the plan": report.bound_s}
         for name, seconds in predicted.items():
             record.figure(name, seconds, "s", note="one backward" if run.parts > 1 else "")

@@ -9,12 +9,13 @@ import torch
 from cuda_cases import DEVICE, gpt, marks
 from probes import model_data_of
 from torch import nn
-from toys import inputs, layers, mean_square
+from toys import inputs, layers, mean_square, train
 
 import patrickstar as ps
 from patrickstar import testing
 from patrickstar._autograd.embedding_lookup import _rows_of_gradient
 from patrickstar._autograd.gradient_hooks import GradientHooks
+from patrickstar._engine.engine import Engine
 from patrickstar._kernels.adam import AdamRule
 from patrickstar._kernels.eager_backend import EagerBackend
 from patrickstar._kernels.update_rule import Gradient, Span
@@ -173,6 +174,16 @@ def test_gradients_of_lookups_on_the_host_arrive_in_one_thread(monkeypatch, upda
         engine.optimizer.step()
         assert len(threads) == 1
     assert any(managed.on_host for managed in model_data_of(engine).managed_params)
+    engine.close()
+
+
+def test_a_weight_is_looked_up_on_the_device_where_everything_fits():
+    """Although the first step, whose states are still on the host, transfers more of it than lookups would."""
+    engine = Engine(Words, ps.Config(device=str(DEVICE), host_memory="64MiB", chunk_size=4096))
+    for batch in words(5):
+        train(engine, [batch])
+    assert not any(managed.on_host for managed in model_data_of(engine).managed_params)
+    assert engine.stats.last.h2d_bytes == engine.stats.last.d2h_bytes == 0
     engine.close()
 
 

@@ -19,6 +19,7 @@ from patrickstar._distributed.param_sharding import ParamSharding
 from patrickstar._distributed.process_group import World
 from patrickstar._engine import distribution
 from patrickstar._engine.engine import Engine
+from patrickstar.errors import ConfigError
 
 from . import ranks
 from .test_bytes import one_owner
@@ -46,6 +47,25 @@ FUNCTIONS = [everything_evicted, in_small_pieces, any_budget, branches]
 )
 def test_exact(function, size, replicas):
     ranks.run(size, function, seeds=ranks.seeds(24 // size, 300), replicas=replicas)
+
+
+@ranks.joined
+def with_an_older_new_group() -> None:
+    """Make groups where PyTorch has no parameter for their order; runs in each process."""
+    new_group = dist.new_group
+
+    def older(ranks=None, timeout=None, backend=None):
+        return new_group(ranks, timeout, backend)
+
+    dist.new_group = older
+    world = World(CPU)
+    assert world.group(((0, 1),)).size == 2
+    with pytest.raises(ConfigError, match=r"processes \[1, 0\].*PyTorch 2.12 or newer"):
+        world.group(((1, 0),))
+
+
+def test_groups_with_a_pytorch_that_orders_processes():
+    ranks.run(2, with_an_older_new_group)
 
 
 @pytest.mark.slow

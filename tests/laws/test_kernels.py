@@ -5,8 +5,8 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling import draws
-from seeded import compare
-from toys import batches, train
+from seeded import compare, engine_of
+from toys import Shape, batches, train
 
 from patrickstar._kernels.cpp_backend import CppBackend
 from patrickstar._kernels.dispatch import Kernels
@@ -37,3 +37,19 @@ class RandomKernels(Kernels):
 def test_every_chunk_updated_by_another_implementation(shape, chunk_size, precision, seed):
     hooks = {"kernels": RandomKernels(seed), "evict_everything": True}
     compare(shape.build, config(precision, chunk_size), lambda trainer: train(trainer, batches(4)), **hooks)
+
+
+def test_gradient_statistics_of_what_is_on_the_device_are_computed_at_once(monkeypatch):
+    """On a GPU each call costs launches and a wait."""
+    calls = []
+    grad_stats = Kernels.grad_stats
+    monkeypatch.setattr(
+        Kernels, "grad_stats", lambda self, *args: (calls.append(len(args[0])), grad_stats(self, *args))[1]
+    )
+    engine = engine_of(Shape(("plain",) * 3).build, config("bf16", 256))
+    for batch in batches(4):
+        calls.clear()
+        train(engine, [batch], max_norm=0.1)
+    count = sum(1 for _ in engine.module.parameters())
+    assert calls == [count] and engine.layout.chunk_count > 3
+    engine.close()

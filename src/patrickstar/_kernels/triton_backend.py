@@ -172,45 +172,58 @@ def _joined(spans: Sequence[Span]) -> Iterator[Span]:
 
     What lies between them is less than a parameter's alignment: elements of no parameter. They are updated, too.
     """
-    whole: Span | None = None
+    run: list[Span] = []
+    places: list[list[int]] = []
     for span in spans:
         if span.numel == 0:
             continue
-        joined = None if whole is None else _join(whole, span)
-        if joined is None and whole is not None:
-            yield whole
-        whole = joined or span
-    if whole is not None:
-        yield whole
+        lists = _lists(span)
+        addresses = [each.data_ptr() for each in lists]
+        if run and not _follows(run, places, span, lists, addresses):
+            yield from _whole(run)
+            run, places = [], []
+        run.append(span)
+        places.append(addresses)
+    if run:
+        yield from _whole(run)
 
 
-def _join(first: Span, second: Span) -> Span | None:
-    """Return a span of both, or None if other elements lie between them."""
-    step = _elements_between(first.param, second.param)
-    lists, others = _lists(first), _lists(second)
-    if (
-        not first.numel <= step < first.numel + ALIGN_NUMEL
-        or first.rule != second.rule
-        or [each.dtype for each in lists] != [each.dtype for each in others]
-        or any(
-            _elements_between(each, other) != step
-            or each.untyped_storage().data_ptr() != other.untyped_storage().data_ptr()
-            for each, other in zip(lists, others, strict=True)
+def _follows(
+    run: Sequence[Span], places: Sequence[list[int]], span: Span, lists: list[torch.Tensor], addresses: list[int]
+) -> bool:
+    """Return whether a span's lists lie behind those of a run's last span, each as many elements behind."""
+    last, earlier = run[-1], places[-1]
+    step = (addresses[0] - earlier[0]) // span.param.itemsize
+    return (
+        last.numel <= step < last.numel + ALIGN_NUMEL
+        and len(addresses) == len(earlier)
+        and [each.dtype for each in lists] == [each.dtype for each in _lists(last)]
+        and all(
+            address - before == step * each.itemsize
+            for address, before, each in zip(addresses, earlier, lists, strict=True)
         )
-    ):
-        return None
-    numel = step + second.numel
-    whole = {id(each): each.as_strided((numel,), (1,)) for each in lists}
-    grad, accumulated = first.grad, first.grad.accumulated
-    return replace(
-        first,
-        param=whole[id(first.param)],
-        grad=replace(
-            grad, latest=whole[id(grad.latest)], accumulated=None if accumulated is None else whole[id(accumulated)]
-        ),
-        master=whole[id(first.master)],
-        states=tuple(whole[id(state)] for state in first.states),
+        and span.rule == last.rule
     )
+
+
+def _whole(run: Sequence[Span]) -> Sequence[Span]:
+    """Return one span for a run of them; the run itself if it is not one memory."""
+    first, last = run[0], run[-1]
+    numel = (last.param.data_ptr() - first.param.data_ptr()) // first.param.itemsize + last.numel
+    ends = [(each.storage_offset() + numel) * each.itemsize for each in _lists(first)]
+    sizes = [each.untyped_storage().nbytes() for each in _lists(first)]
+    if len(run) == 1 or any(end > size for end, size in zip(ends, sizes, strict=True)):
+        return run
+
+    def whole(values: torch.Tensor) -> torch.Tensor:
+        return values.as_strided((numel,), (1,))
+
+    accumulated = first.grad.accumulated
+    grad = replace(
+        first.grad, latest=whole(first.grad.latest), accumulated=None if accumulated is None else whole(accumulated)
+    )
+    states = tuple(whole(state) for state in first.states)
+    return [replace(first, param=whole(first.param), grad=grad, master=whole(first.master), states=states)]
 
 
 def _lists(span: Span) -> list[torch.Tensor]:

@@ -111,6 +111,7 @@ class ModelData(LocalShards, ProcessHooks):
         manager = self.manager
         model_bytes = sum(chunk.nbytes for chunk in manager.chunks.values())
         all_fits = model_bytes + self.tracer.non_model_peak <= manager.device_tier.budget_bytes
+        all_fits = all_fits and not manager.evict_everything
         for managed in self.managed_params:
             if not managed.embedding:
                 continue
