@@ -37,14 +37,16 @@ from patrickstar._step.running_updates import UpdateGroup
 # that.
 
 PIECE_NUMEL = 1 << 22
-"""Elements per copy. A host with 200 GB/s updates them in 0.15 ms, which is more than a worker thread's own work for a
-piece, and than the latency of a copy; their buffers together fit the last-level cache of a desktop's processor."""
+"""Elements per copy. A host with 100 GB/s updates them in 1.2 ms: many times a worker thread's own work for a piece,
+and the latency of a copy. On an H200 with 16 cores, whose kernel alone runs at 112 GB/s, a step updated at 66 GB/s with
+pieces of 2^20, and at 93 with these (benchmarks/results/second-gpu-run.md)."""
 THREADS = 2
 """One has the kernel, and one the first pieces of the next update."""
 IN_KERNEL = 4
-"""Pieces that the kernel has: one that runs, and the next."""
+"""Pieces that the kernel has: one that runs, and the next ones. A worker thread that lacks the interpreter waits for up
+to its switch interval, 5 ms; meanwhile the kernel goes on with these."""
 FIRST = 2
-"""Pieces of the next update that are copied while this one has more to copy: as many as the kernel then takes."""
+"""Pieces of the next update that are copied while this one has more to copy."""
 BUFFERS = IN_KERNEL + 3 + FIRST
 """Page-locked buffers. Beside those of the kernel and of the next update one is copied back, one is filled, and one has
 been, so that copies may take as long as the kernel, and some of them longer."""
