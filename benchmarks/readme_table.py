@@ -84,6 +84,7 @@ def measured() -> Iterator[Row]:
     size_gib = first(save["checkpoint size"]["measured"])
     ours, limit = (size_gib * GIB / (first(save["save rate"][side]) * GB) for side in ("measured", "limit"))
     yield Row(f"124M GPT-2: save a checkpoint of {size_gib} GiB", f"{ours:.2f} s", f"{limit:.2f} s, bare writes")
+    yield on_a_gpu()
 
 
 def one_process() -> Iterator[Row]:
@@ -128,6 +129,21 @@ def larger_than_memory() -> Iterator[Row]:
     yield Row(task, f"{step}, {resident}", f"the disk's rate, {limit}", plain="does not fit")
 
 
+def on_a_gpu() -> Row:
+    """Return the row of the run on a GPU."""
+    text = (ROOT / "benchmarks/results/gpu-steps-cuda.md").read_text()
+    steps = dict(re.findall(r"^\| 3b-4x2048, (\w+) \|.*?([\d.]+) s per step", text, re.M))
+    limit = re.search(r"^\| limit \| ([\d.]+)", (ROOT / "benchmarks/results/second-gpu-run.md").read_text(), re.M)
+    assert limit is not None
+    return Row(
+        "Llama 3B on an H200, 24 GiB of it, clipped, 8,192 tokens: a step",
+        f"{float(steps['engine']):.2f} s",
+        f"{limit[1]} s: backward, then the update at the host's rate",
+        plain=f"{float(steps['plain']):.2f} s, 66 GiB",
+        fsdp2=f"{float(steps['fsdp2']):.2f} s, 19 GiB",
+    )
+
+
 def update() -> Row:
     """Return the row of the optimizer step."""
     adam = read("adam-cpu")[1][-1]
@@ -166,7 +182,7 @@ def tables() -> dict[str, str]:
     return {
         "largest": markdown(largest, planned()),
         "measured": markdown(COLUMNS, [row.cells() for row in measured()])
-        + f"\nMeasured on: {machine()}, no GPU. {NOT_MEASURED}: not measured.\n",
+        + f"\nMeasured on: {machine()}, no GPU, but for the last row. {NOT_MEASURED}: not measured.\n",
     }
 
 

@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ from toys import layers, mean_square
 import patrickstar as ps
 from patrickstar import testing
 from patrickstar._engine.engine import Engine
+from patrickstar._params import out_of_memory
+from patrickstar.errors import BudgetError
 
 from .zoo import (
     WIDTH,
@@ -186,3 +189,17 @@ def test_an_operator_tried_again_is_saved_once(product, early_stop):
 
     # Layers whose saved tensors are all alike, for inputs of as many rows.
     testing.compare(lambda: Stack([layers(WIDTH, 4)], "non-reentrant"), config, script)
+
+
+@pytest.mark.parametrize("unknown", ["variables", "lists"])
+def test_an_operator_is_not_tried_again_under_a_checkpoint_of_an_unknown_version(monkeypatch, unknown):
+    if unknown == "lists":
+        monkeypatch.setattr(out_of_memory, "LISTS_OF_BLOCK", ("holders",))
+    else:
+        unwrapped = SimpleNamespace(unwrap=lambda hook: lambda value: hook(value))
+        monkeypatch.setattr(out_of_memory, "inspect", unwrapped)
+    config = ps.Config(device="cpu", precision="fp32", device_memory="1MiB")
+    engine = Engine(lambda: Stack([layers(WIDTH, 4)], "non-reentrant"), config)
+    with OutOfMemoryAt(3), pytest.raises(BudgetError, match="ran out of memory"):
+        engine(normal(WIDTH, WIDTH))
+    engine.close()

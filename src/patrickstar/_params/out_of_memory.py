@@ -22,6 +22,9 @@ OTHER_ALLOCATORS = (
 """Messages of out-of-memory errors that have no class of their own: PyTorch's CPU allocator, cuBLAS, cuDNN, the CUDA
 driver (which loads kernels at their first launch), Triton's launcher, and NCCL."""
 
+LISTS_OF_BLOCK = ("weak_holders", "x_metadatas", "recomputed", "recomp_counter")
+"""Lists of a block under `torch.utils.checkpoint`, as PyTorch 2.11 to 2.13 name them."""
+
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an allocation failed, in PyTorch's allocator or in a library that allocates by itself."""
@@ -46,16 +49,21 @@ class SavedByCheckpoint:
     A checkpoint knows saved tensors by their number in the block, in its forward and in its recomputation. An operator
     that runs out of memory may have saved some, and saves them again when it is tried again: from there on each tensor
     of the recomputation would be taken for one before it, without an error where shapes are alike. Hence what a failed
-    operator has saved is taken back. PyTorch has no interface for it: the lists are those of its hooks.
+    operator has saved is taken back. PyTorch has no interface for it: the lists are those of its hooks. Where another
+    version of it has others, an operator is not tried again.
     """
 
     def __init__(self, pack_hook: Callable[..., Any]) -> None:
         hook: Any = inspect.unwrap(pack_hook)
-        variables = dict(zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True))
+        names = getattr(getattr(hook, "__code__", None), "co_freevars", ())
+        variables = dict(zip(names, getattr(hook, "__closure__", None) or (), strict=False))
         self._recomputation = variables["gid"].cell_contents if "gid" in variables else None
-        block = variables["frame" if self._recomputation is None else "target_frame_ref"].cell_contents
-        self._block = block if self._recomputation is None else block()
-        self._count = self._saved_count()
+        cell = variables.get("frame" if self._recomputation is None else "target_frame_ref")
+        block = None if cell is None else cell.cell_contents
+        self._block: Any = block if block is None or self._recomputation is None else block()
+        self.known = all(hasattr(self._block, name) for name in LISTS_OF_BLOCK)
+        """True if these are the hooks of a version whose lists are known."""
+        self._count = self._saved_count() if self.known else 0
 
     @classmethod
     def of_running_block(cls) -> "SavedByCheckpoint | None":
@@ -85,7 +93,8 @@ def run_with_retry(
 ) -> Any:
     """Run an operator on a parameter; if it runs out of memory, evict all idle chunks and run it once more.
 
-    Linked processes evict alike, so that one of them can't do it alone.
+    Not in a block under a checkpoint of an unknown version, see `SavedByCheckpoint`, nor in linked processes,
+    which evict alike.
     """
     name = getattr(func, "__name__", func)
     saved = SavedByCheckpoint.of_running_block()
@@ -94,7 +103,7 @@ def run_with_retry(
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        if data.tracer.linked is not None:
+        if data.tracer.linked is not None or (saved is not None and not saved.known):
             raise explain(f"{name} on parameter {managed.name!r}", data, error) from None
         if saved is not None:
             saved.forget()
