@@ -108,23 +108,25 @@ class ModelData(LocalShards, ProcessHooks):
 
         Each switch invalidates the traces. Where all model data fits on the device, later steps transfer nothing.
         """
-        manager = self.manager
-        model_bytes = sum(chunk.nbytes for chunk in manager.chunks.values())
-        all_fits = model_bytes + self.tracer.non_model_peak <= manager.device_tier.budget_bytes
-        all_fits = all_fits and not manager.evict_everything
         for managed in self.managed_params:
             if not managed.embedding:
                 continue
             chunk = managed.chunk
-            saves_transfers = not all_fits and embedding_runs_on_host(chunk.transferred_bytes, managed.lookup_bytes)
+            saves_transfers = embedding_runs_on_host(chunk.transferred_bytes, managed.lookup_bytes)
             has_room = chunk.host_bytes > 0 or self.manager.host_tier.has_room(chunk.nbytes)
-            if not managed.on_host and saves_transfers and has_room:
+            if not managed.on_host and saves_transfers and has_room and not self._fits_on_device():
                 self.manager.move_to_tier(managed.chunk, Tier.HOST)
                 managed.on_host = True
                 self.tracer.invalidate()
                 self.update_param_views()
                 self.set_param_views([managed.chunk])
             managed.chunk.transferred_bytes = managed.lookup_bytes = 0
+
+    def _fits_on_device(self) -> bool:
+        """Return whether all model data fits on the device beside the step's non-model data."""
+        manager = self.manager
+        nbytes = sum(chunk.nbytes for chunk in manager.chunks.values()) + self.tracer.non_model_peak
+        return nbytes <= manager.device_tier.budget_bytes and not manager.evict_everything
 
     def move_embedding_to_device(self, managed: ManagedParam) -> None:
         """Disable host lookups of an embedding, since an operator other than a lookup reads its weight."""
