@@ -16,11 +16,13 @@ from patrickstar._memory.cpu_allocator import cpu_allocator
 ROUNDS = 5
 """Number of measurements, of which the median is the result."""
 CALLS = 200
-"""Calls per measurement: some milliseconds."""
+"""Calls per measurement of what takes less than a microsecond."""
+LAYERS = 40
+"""Layers per measurement: some tens of milliseconds, since the tracer takes longer than their operators."""
 
 
 def measure_host(costs: OpBenchmark) -> HostCosts:
-    """Measure the costs of the host for a dry run with these operator costs; takes a tenth of a second."""
+    """Measure the costs of the host for a dry run with these operator costs; takes some tenths of a second."""
     memory = torch.zeros(8, device="cpu")
     with torch.no_grad():
         view_s = _seconds(partial(memory.view, 8))
@@ -42,7 +44,7 @@ def _dispatch_s(costs: OpBenchmark) -> float:
         layer()  # measures the operators
         for _ in range(ROUNDS):
             clock.start()
-            for _ in range(CALLS):
+            for _ in range(LAYERS):
                 layer()
             clock.end()
             times.append(clock.take() / clock.operators)
