@@ -145,6 +145,12 @@ def test_no_schedule_of_late_copies_changes_results(seeds, tmp_path):
     assert run_schedules(seeds, tmp_path)[0] > 0, "no copy was queued"
 
 
+@pytest.mark.parametrize("seed", [140, 180])
+def test_the_norm_of_gradients_that_leave_the_device(seed, tmp_path):
+    """A chunk is on its way to the disk while the norm is computed."""
+    assert run_schedules(range(seed, seed + 1), tmp_path)[0] > 0
+
+
 @pytest.mark.parametrize("seeds", some_are_slow(100, fast=10))
 def test_a_failed_allocation_is_retried_and_does_not_change_results(seeds, tmp_path):
     assert run_schedules(seeds, tmp_path, failures=0.1)[1] > 0

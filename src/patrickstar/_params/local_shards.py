@@ -171,11 +171,11 @@ class LocalShards:
         self.update_param_views()
 
     def gradient_on_device(self, managed: ManagedParam) -> bool:
-        """Return whether a parameter's gradient is on the device, the accumulated part included, and stays there."""
+        """Return whether a parameter's gradient is on the device, the accumulated part included, and is not leaving."""
         chunks = [managed.shard_chunk] if managed.overlays_shard or not managed.state.accumulated else []
         if managed.state.accumulated:
             chunks.append(self.manager[GRAD32, managed.location.chunk])
-        return all(chunk.device_valid and chunk.fetch_transfer is None for chunk in chunks)
+        return all(chunk.device_resident and chunk.eviction_transfer is None for chunk in chunks)
 
     def gradient_on_disk(self, managed: ManagedParam) -> bool:
         """Return whether the accumulated gradient is on disk, so that `gradient_parts` must be used."""
