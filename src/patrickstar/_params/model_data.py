@@ -108,9 +108,7 @@ class ModelData(LocalShards, ProcessHooks):
 
         Each switch invalidates the traces. Where all model data fits on the device, later steps transfer nothing.
         """
-        for managed in self.managed_params:
-            if not managed.embedding:
-                continue
+        for managed in [each for each in self.managed_params if each.embedding]:
             chunk = managed.chunk
             saves_transfers = embedding_runs_on_host(chunk.transferred_bytes, managed.lookup_bytes)
             has_room = chunk.host_bytes > 0 or self.manager.host_tier.has_room(chunk.nbytes)
@@ -124,9 +122,8 @@ class ModelData(LocalShards, ProcessHooks):
 
     def _fits_on_device(self) -> bool:
         """Return whether all model data fits on the device beside the step's non-model data."""
-        manager = self.manager
-        nbytes = sum(chunk.nbytes for chunk in manager.chunks.values()) + self.tracer.non_model_peak
-        return nbytes <= manager.device_tier.budget_bytes and not manager.evict_everything
+        nbytes = sum(chunk.nbytes for chunk in self.manager.chunks.values()) + self.tracer.non_model_peak
+        return nbytes <= self.manager.device_tier.budget_bytes and not self.manager.evict_everything
 
     def move_embedding_to_device(self, managed: ManagedParam) -> None:
         """Disable host lookups of an embedding, since an operator other than a lookup reads its weight."""
