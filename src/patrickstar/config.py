@@ -9,6 +9,7 @@ import torch
 from pydantic import NonNegativeInt, PositiveInt, ValidationInfo, field_validator, model_validator
 
 from patrickstar._layout.byte_size import parse_size_field
+from patrickstar._layout.schema import COMPUTE_DTYPES
 from patrickstar._memory.compute_device import find_device
 from patrickstar._options import Options
 from patrickstar.errors import ConfigError
@@ -237,7 +238,8 @@ class Config(Options):
         """
         if self.precision == "auto":
             raise ConfigError("precision='auto' is chosen when an engine is created: ask engine.config, or set one")
-        return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[self.precision]
+        dtype: torch.dtype = getattr(torch, COMPUTE_DTYPES[self.precision])
+        return dtype
 
     def with_precision(self, precision: str) -> "Config":
         """Return this configuration with the precision that was chosen for "auto".

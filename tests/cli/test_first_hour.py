@@ -9,7 +9,7 @@ from command_line import assert_told, read_log
 from test_save_and_resume import _with_dropout, steps, train, trained  # noqa: F401
 
 from patrickstar._checkpoint.metadata import precision_of
-from patrickstar._cli import preset_check
+from patrickstar._cli import early_checks
 from patrickstar._cli import train as train_command
 from patrickstar._cli.first_step_notice import NOTICE_S, FirstStepNotice
 from patrickstar._cli.train import learning_rate_factor
@@ -77,7 +77,7 @@ def test_a_dry_run_says_which_precision_it_simulates(monkeypatch: pytest.MonkeyP
 
 
 def test_a_preset_is_refused_early_only_if_no_precision_makes_it_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preset_check.psutil, "virtual_memory", lambda: type("Memory", (), {"total": 1 << 30}))
+    monkeypatch.setattr(early_checks.psutil, "virtual_memory", lambda: type("Memory", (), {"total": 1 << 30}))
     budgets = ("--model", "gpt-12b", "--device-memory", "1GiB", "--host-memory", "1GiB")
     assert "the layers of gpt-12b have" in train(*budgets).output
 

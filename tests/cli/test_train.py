@@ -17,7 +17,7 @@ from rich.console import Console
 from safetensors.torch import save_file
 
 from patrickstar import StepStats
-from patrickstar._cli.console import Progress
+from patrickstar._cli.progress import Progress
 from patrickstar._cli.time_limit import TimeLimit
 from patrickstar._cli.train import learning_rate_factor
 from patrickstar._engine.run_log import RunLog, StepRecord

@@ -60,11 +60,16 @@ def open_corpus(locations: Sequence[Path]) -> Corpus:
     return Corpus(", ".join(str(location) for location in locations), tuple(paths))
 
 
+def refuse_missing_text(location: Path) -> None:
+    """Raise DataError if there is no file or folder."""
+    if not location.exists():
+        raise DataError(f"there is no file or folder {location}; check --data")
+
+
 def _text_files(location: Path) -> list[Path]:
     if location.is_dir():
         return [path for path in _walk(location) if _is_text(path)]
-    if not location.exists():
-        raise DataError(f"there is no file or folder {location}; check --data")
+    refuse_missing_text(location)
     if not _is_text(location):
         raise DataError(f"{location} is not a text file; pass --data a text file or a folder with text files")
     return [location]

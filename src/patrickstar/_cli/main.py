@@ -184,11 +184,12 @@ def train(
     """Train a causal language model on text within memory budgets."""
     arguments = locals()
     with _reported_errors(traceback):
-        from patrickstar._cli.preset_check import refuse_too_large
+        from patrickstar._cli.early_checks import refuse_early, refuse_too_large
         from patrickstar._cli.train_options import TrainOptions
         from patrickstar.errors import ConfigError
 
         options = TrainOptions(**_fields(TrainOptions, arguments | {"data": tuple(data or ())}))
+        refuse_early(options)
         if machine is None and resume is None:
             refuse_too_large(options)
         # Imported here because its libraries take seconds to load, and --help should not.
@@ -307,6 +308,9 @@ def export(
 ) -> None:
     """Convert a checkpoint to a model folder for other programs: safetensors, config.json and tokenizer."""
     with _reported_errors(traceback):
+        from patrickstar._cli.early_checks import refuse_missing_checkpoint
+
+        refuse_missing_checkpoint(checkpoint)
         from patrickstar._cli.export import export as run
 
         run(checkpoint, folder, dtype, max_shard, Console())

@@ -15,10 +15,11 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import patrickstar as ps
 from patrickstar._checkpoint.metadata import precision_of
-from patrickstar._cli.console import LEGEND, Progress, print_summary, print_text
+from patrickstar._cli.console import print_text
 from patrickstar._cli.corpus import Corpus, open_corpus
 from patrickstar._cli.first_step_notice import NOTICE_S
 from patrickstar._cli.parallelism import Parallelism
+from patrickstar._cli.progress import LEGEND, Progress, print_summary
 from patrickstar._cli.run_checkpoints import ResumeOptions, RunMetadata
 from patrickstar._cli.sampler import BatchSampler
 from patrickstar._cli.summary import Summary

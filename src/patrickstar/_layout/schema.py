@@ -41,6 +41,9 @@ HOST_ONLY = SHARD16, NODE16, KEPT32, SUM32, BUFFERED16, BUFFERED_GRAD
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "int64": 8, "int32": 4, "int16": 2, "int8": 1}
 ITEMSIZE |= {"uint8": 1, "bool": 1}
 
+COMPUTE_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+"""Compute dtypes by the name of the precision."""
+
 
 @dataclass(frozen=True)
 class ListSpec:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 
@@ -16,8 +15,9 @@ from transformers import (
 )
 
 from patrickstar._dry_run.simulation import copy_to_meta
-from patrickstar._models.open_models import OPEN_MODELS, find_open_model
-from patrickstar._models.presets import EXPERT_PRESETS, MOE_PRESETS, PRESETS, T5_PRESETS, Preset
+from patrickstar._models.model_names import refuse_unknown_model
+from patrickstar._models.open_models import find_open_model
+from patrickstar._models.presets import EXPERT_PRESETS, PRESETS, Preset
 from patrickstar._models.vocabulary import Vocabulary
 from patrickstar.errors import ConfigError, ModelError
 from patrickstar.integrations.transformers._folder_weights import FolderWeights
@@ -94,15 +94,14 @@ def find_model(name: str, vocab_size: int | None = None) -> ModelSource:
         ConfigError: ``vocab_size`` differs from that of the weights.
     """
     path = Path(name)
+    refuse_unknown_model(name)
     preset = PRESETS.get(name) or EXPERT_PRESETS.get(name) or (None if path.exists() else find_open_model(name))
     if preset is not None:
         config: PreTrainedConfig = preset.config()
     elif path.is_dir():
         config = _causal_config(path / "config.json")
-    elif path.is_file():
-        config = _causal_config(path)
     else:
-        raise ModelError(_unknown(name))
+        config = _causal_config(path)
     # Training reads each token once; a key-value cache would only take memory.
     config.use_cache = False
     size = getattr(config.get_text_config(), "vocab_size", None)
@@ -122,20 +121,6 @@ def preset_source(name: str, preset: Preset) -> ModelSource:
     config = preset.config()
     config.use_cache = False  # as in find_model
     return ModelSource(name, config, Vocabulary(preset.vocab))
-
-
-def _unknown(name: str) -> str:
-    if name in T5_PRESETS:
-        return f"{name} is a preset of `patrickstar plan` only: a T5 has an encoder, and is no causal language model"
-    known = [*PRESETS, *EXPERT_PRESETS, *OPEN_MODELS]
-    if name in MOE_PRESETS:
-        return (
-            f"{name} is a preset of `patrickstar plan` only; to train experts, use {', '.join(EXPERT_PRESETS)}, or a "
-            f"model's configuration or folder"
-        )
-    matches = get_close_matches(name.lower(), known, n=1)
-    hint = f"did you mean {matches[0]}?" if matches else f"the presets are {', '.join(known)}"
-    return f"there is no model {name!r}: it is neither a preset nor a config file nor a model folder; {hint}"
 
 
 def _causal_config(path: Path) -> PreTrainedConfig:
