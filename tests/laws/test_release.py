@@ -6,6 +6,7 @@ import subprocess
 import sys
 import weakref
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,13 @@ import torch
 from probes import manager_of
 from sampling import draws
 from torch import nn
-from toys import Shape, batches, train
+from toys import Shape, batches, inputs, layers, train
 
 import patrickstar as ps
 from patrickstar._engine.engine import Engine
 from patrickstar._memory.chunk_manager import ChunkManager
 from patrickstar.errors import PatrickStarError
-from patrickstar.testing import NoMeter
+from patrickstar.testing import NoMeter, assert_same_bits
 
 from .models import config
 from .tiers import Room, on_disk, open_files, options, small_engine, worker_threads
@@ -183,3 +184,24 @@ def test_many_engines_take_the_memory_of_one():
     address_space, resident = map(float, done.stdout.split())
     assert resident <= 5, f"{resident:.1f} MiB more are resident, {address_space:.1f} MiB more reserved"
     assert address_space <= 5, f"{resident:.1f} MiB more are resident, {address_space:.1f} MiB more reserved"
+
+
+def test_tensors_that_only_a_collection_would_free_do_not_break_the_budget():
+    """They are in reference cycles, as models are; the engine frees them before it refuses a step."""
+    build = partial(layers, 64, 6)
+
+    def run(garbage_numel):
+        torch.manual_seed(0)
+        options = {"device_memory": "96KiB", "host_memory": "4MiB", "chunk_size": 64 * 65 * 4}
+        with ps.initialize(build, ps.Config(device="cpu", precision="fp32", **options))[0] as engine:
+            for number, batch in enumerate(inputs(4, 64, rows=4)):
+                if number == 3:  # a planned one
+                    cycle = [torch.ones(garbage_numel)]
+                    cycle.append(cycle)
+                    del cycle
+                train(engine, [batch])
+            return engine.state_dict(), engine.stats.total.evictions
+
+    (expected, evictions), (found, _) = run(0), run(16 << 10)
+    assert evictions > 0
+    assert_same_bits(expected, found, "parameters")

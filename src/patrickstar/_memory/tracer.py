@@ -55,7 +55,7 @@ class Tracer:
         self._checking = False
         """True while the followed trace is being compared with the needs of a second iteration."""
         self._entered = (0, 0)
-        """Count of allocations and non-model bytes when the last evaluation began."""
+        """Count of allocations, and non-model bytes, when the last evaluation began."""
         self._allocations = 0
         """Count of allocations when the measured moment began."""
         self.evaluation_growth: dict[Hashable, int] = {}
@@ -133,8 +133,8 @@ class Tracer:
         elif mode is Mode.RESIDENT:
             self._check_resident_peak()
         elif mode is Mode.PLAN and self.manager.now != len(self.trace.moments) - 1:
-            ended, expected = self.manager.now + 1, len(self.trace.moments)
-            _log.info("trace dropped: the iteration had %d moments, the trace has %d", ended, expected)
+            moments = self.manager.now + 1, len(self.trace.moments)
+            _log.info("trace dropped: the iteration had %d moments, the trace has %d", *moments)
             self._open_traces.pop(key, None)
         elif self._checking:
             self._end_last_moment()
@@ -317,7 +317,7 @@ class Tracer:
             self._check_peak()
         self.manager.now += 1
         if self.mode is Mode.PLAN:
-            if self._matches_trace(chunks):
+            if self.expect_traced(chunks):
                 return
             self.mode, self._checking = Mode.DEMAND, False
             _log.info("trace dropped: moment %d accesses chunks %s, unlike the trace", self.manager.now, chunks)
@@ -343,7 +343,8 @@ class Tracer:
             self.meter.restart()
             self._allocations = self.manager.device_tier.allocations
 
-    def _matches_trace(self, chunks: tuple[int, ...]) -> bool:
+    def expect_traced(self, chunks: tuple[int, ...]) -> bool:
+        """Apply the non-model bytes that the followed trace expects. Return False if it is another moment's."""
         now, moments = self.manager.now, self.trace.moments
         if now >= len(moments) or moments[now].chunks != chunks:
             return False
@@ -393,8 +394,7 @@ class Tracer:
 
     def _check_peak(self) -> None:
         """Raise the trace to a second iteration's needs: libraries hold from its start what they kept in the first."""
-        peak = self._peak()
-        moment = self.trace.moments[self.manager.now]
+        peak, moment = self._peak(), self.trace.moments[self.manager.now]
         if peak > moment.non_model_bytes:
             moment.entered_bytes += peak - moment.non_model_bytes
             moment.non_model_bytes = peak

@@ -11,6 +11,7 @@ from patrickstar._layout.schema import GRAD32, PARAM16, PARAM32
 from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.chunk_manager import ChunkManager
 from patrickstar._memory.defer_sigint import defer_sigint
+from patrickstar._memory.garbage import run_in_budget
 from patrickstar._memory.profiler_range import profiler_range
 from patrickstar._memory.tracer import Tracer
 from patrickstar._params.local_shards import LocalShards, follow_written
@@ -78,7 +79,7 @@ class ModelData(LocalShards, ProcessHooks):
         if not (at_rest := self.manager.at_rest(chunks)):
             with profiler_range("access", profiled_names(managed_params)):
                 try:
-                    self.fetch(chunks, gently=gently)
+                    run_in_budget(lambda: self.fetch(chunks, gently=gently), self.tracer, chunks, once=gently)
                 except BudgetError as error:
                     error.parameter = managed_params[0].name
                     raise
@@ -200,7 +201,7 @@ class ModelData(LocalShards, ProcessHooks):
 
     def _keep_budget(self) -> None:
         """Evict chunks until non-model data fits beside them."""
-        self.manager.make_room(0, protect=())
+        run_in_budget(lambda: self.manager.make_room(0, protect=()), self.tracer, ())
 
     def make_room_for_step(self) -> None:
         """Let chunks fill the budget; evict parameters from an accelerator if more is there than the plan expected."""
