@@ -29,6 +29,9 @@ REFUSED = {
     "train --model gpt-12b --device cpu --device-memory 3GiB --host-memory 4GiB": (
         "169159065600 bytes (157.54 GiB) of model data"
     ),
+    "train --save-every 1 --save-to /dev/null/kept": "error: --save-to: /dev/null can't be written: Not a directory",
+    "train --disk /proc": "error: --disk: /proc can't be written",
+    "plan --html /dev/null/plan.html": "error: --html: /dev/null can't be written: Not a directory",
     "plan --model gpt-1n": "did you mean gpt-1m",
     "plan --gpu rtx4061": "did you mean rtx4060",
     "plan --machine nowhere": "'nowhere' is neither a known machine nor a file",

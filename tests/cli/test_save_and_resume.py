@@ -162,3 +162,10 @@ def test_the_checkpoint_of_another_program(said: dict[str, object] | None, wrong
     for done in (train("--resume", "kept"), call("export", "kept", "new")):
         assert_refused(done, "was not written by patrickstar train", wrong)
     assert not Path("new").exists()
+
+
+def test_a_last_checkpoint_that_can_not_be_written_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ps.Checkpoints, "save", lambda *_, wait, **__: not wait)
+    done = train("--save-every", 3, "--save-to", "kept")
+    assert_refused(done, "the checkpoint after step 7, the last one, was not written")
+    assert "tokens/s" in done.stdout

@@ -227,12 +227,11 @@ def write_all(fd: int, memory: memoryview, offset: int) -> None:
 
 
 def write_error(path: Path, error: OSError, nbytes: int) -> CheckpointError:
-    """Return the error for a checkpoint file that could not be written."""
+    """Return the error for a checkpoint file of `nbytes`, or a folder (0), that could not be written."""
     if error.errno in FULL:
         free = free_bytes(path.parent)
         advice = f"{free} bytes ({format_size(free)}) are free there; free more space or use another directory"
     else:
         advice = "check the directory's permissions and the system log, or use another directory"
-    return CheckpointError(
-        f"can't write {path} of {nbytes} bytes ({format_size(nbytes)}): {error.strerror or error}; {advice}"
-    )
+    size = f" of {nbytes} bytes ({format_size(nbytes)})" if nbytes else ""
+    return CheckpointError(f"can't write {path}{size}: {error.strerror or error}; {advice}")

@@ -1,5 +1,6 @@
 """Checks of commands before PyTorch is loaded, which takes seconds."""
 
+import tempfile
 from pathlib import Path
 
 import psutil
@@ -13,13 +14,14 @@ from patrickstar._models.presets import PRESETS
 from patrickstar.errors import BudgetError, CheckpointError, ConfigError
 
 _SIZES = ("device_memory", "host_memory", "disk_capacity", "chunk_size")
+_FOLDERS = ("disk", "save_to", "tensorboard")
 
 
 def refuse_early(options: TrainOptions) -> None:
     """Check names, paths and sizes.
 
     Raises:
-        ConfigError: A size can't be read.
+        ConfigError: A size can't be read, or a folder can't be written.
         ModelError: The model is not known.
         DataError: A text file or folder is missing.
         CheckpointError: The checkpoint is missing.
@@ -36,6 +38,19 @@ def refuse_early(options: TrainOptions) -> None:
         refuse_missing_text(location)
     if options.resume is not None:
         refuse_missing_checkpoint(options.resume)
+    for name in _FOLDERS:
+        if (folder := getattr(options, name)) is not None:
+            refuse_unwritable(folder, f"--{name.replace('_', '-')}")
+
+
+def refuse_unwritable(folder: Path, option: str) -> None:
+    """Raise ConfigError if no file can be written to a folder, or to the one in which it would be created."""
+    existing = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            return
+    except OSError as error:
+        raise ConfigError(f"{option}: {existing} can't be written: {error.strerror}; choose another folder") from error
 
 
 def refuse_missing_checkpoint(path: Path) -> None:

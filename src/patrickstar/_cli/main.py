@@ -274,9 +274,12 @@ def plan(
     """Predict whether a model fits a machine or a cluster, how fast it trains, and what limits it. Nothing is run."""
     arguments = locals()
     with _reported_errors(traceback):
+        from patrickstar._cli.early_checks import refuse_unwritable
         from patrickstar._cli.plan import PlanOptions
         from patrickstar._cli.plan import plan as run
 
+        if html is not None:
+            refuse_unwritable(html.parent, "--html")
         run(PlanOptions(**_fields(PlanOptions, arguments)), Console())
 
 

@@ -36,7 +36,7 @@ from patrickstar._engine.tensorboard_log import summary_writer
 from patrickstar._memory.machine_name import machine_name
 from patrickstar._models.model_source import ModelSource, find_model
 from patrickstar._models.training_step import token_ids
-from patrickstar.errors import TrainingError
+from patrickstar.errors import CheckpointError, TrainingError
 from patrickstar.integrations._meshes import MeshSizes
 
 # The cosine ends at this fraction of the peak learning rate, not at 0, so that the last steps still learn.
@@ -61,6 +61,7 @@ def train(options: TrainOptions, console: Console) -> Summary | None:
 
     Raises:
         KeyboardInterrupt: Ctrl-C before the first step was completed.
+        CheckpointError: The last checkpoint could not be written, or the one to resume cannot be used.
         PatrickStarError: Options, data or model cannot be used, or a loss is not finite.
     """
     limit = TimeLimit(options.minutes)
@@ -134,6 +135,11 @@ def train(options: TrainOptions, console: Console) -> Summary | None:
             summary = _summary(run, records, interrupted)
             log.write("summary", asdict(summary))
             print_summary(console, summary)
+            if run.lost:
+                raise CheckpointError(
+                    f"the checkpoint after step {run.step}, the last one, was not written, for the reason in the "
+                    f"warning above: what was trained since the checkpoint before it is lost"
+                )
         finally:
             engine.close(keep=False)
     return summary
@@ -181,6 +187,8 @@ class _TrainingRun:
         """True once the limit on the run's time has ended it before its last step."""
         self.step = 0
         """Number of completed steps."""
+        self.lost = False
+        """True if the checkpoint after the last step could not be written."""
         self.batches, self._resume, self._metadata = batches, resume, metadata
         factor = partial(learning_rate_factor, warmup_steps=options.warmup_steps, steps=options.steps)
         self.scheduler = LambdaLR(engine.optimizer, factor)
@@ -215,7 +223,7 @@ class _TrainingRun:
             and (self.step % self._resume.every == 0 or last)
             and self.step > self._saved
         ):
-            self._resume.checkpoints.save(self.engine, self.step, self._state, wait=last)
+            self.lost = not self._resume.checkpoints.save(self.engine, self.step, self._state, wait=last)
             self._saved = self.step
 
 
