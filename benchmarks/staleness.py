@@ -1,7 +1,7 @@
 """Does training with delayed or lock-free updates learn as well as the exact step?
 
 python benchmarks/staleness.py [--steps 2000] [--model gpt-1m] [--rate 1e-3] [--beta1 0.9] [--seeds 3]
-Needs `pip install "patrickstar[plots]"`. With another rate, beta1 or number of seeds it prints its table, and leaves
+Needs `pip install '.[plots]'`. With another rate, beta1 or number of seeds it prints its table, and leaves
 the results and the picture as they are.
 
 A GPT is trained on nine tenths of the files of the standard library. The loss on the others is measured along the way,

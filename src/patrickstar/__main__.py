@@ -10,7 +10,7 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if error.name not in ("rich", "tokenizers", "transformers", "typer"):
             raise
-        sys.exit(f"the command line needs {error.name}: pip install 'patrickstar[cli]'")
+        sys.exit(f"the command line needs {error.name}: pip install '.[cli]' in the clone of PatrickStar")
     app(prog_name="patrickstar")
 
 

@@ -116,4 +116,4 @@ def test_every_error_is_one_line(
 def test_without_its_libraries_the_command_says_what_to_install() -> None:
     process = python("import sys; sys.modules['typer'] = None; from patrickstar.__main__ import main; main()")
     assert process.returncode == 1
-    assert process.stderr == "the command line needs typer: pip install 'patrickstar[cli]'\n"
+    assert process.stderr == "the command line needs typer: pip install '.[cli]' in the clone of PatrickStar\n"
