@@ -23,8 +23,8 @@ from patrickstar.integrations._meshes import MeshSizes
 
 # Printed once, so that the progress line fits a terminal.
 LEGEND = (
-    "device: peak model data + peak non-model data of the budget; host: peak; disk: bytes stored; moved: bytes to and "
-    "from the device in the step; waiting: share of the step's time for transfers"
+    "device: peaks of model data and of non-model data, at different moments, and their budget; host: peak; disk: "
+    "bytes stored; moved: bytes to and from the device in the step; waiting: share of the step's time for transfers"
 )
 RECENT_STEPS = 20
 """Number of steps whose median time gives the time that is left."""
@@ -128,6 +128,8 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
     steps = f"{summary.steps}, interrupted" if summary.interrupted else str(summary.steps)
     if summary.minutes is not None:
         steps += f", ended by --minutes {summary.minutes:g}"
+    unfinished = f", and {summary.unfinished_s:.1f} s of an unfinished step" if summary.interrupted else ""
+    means = f" (means of {summary.loss_steps} steps)" if summary.loss_steps > 1 else ""
     distributed = summary.processes > 1
     sizes = MeshSizes(summary.processes, summary.tp, summary.ep, summary.replicas)
     return [
@@ -139,8 +141,8 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
             f"{format_size(summary.model_data_bytes)}, {ratio:.2f} times the device budget of "
             f"{format_size(summary.device_budget_bytes)}; {format_size(summary.padding_bytes)} of it padding",
         ),
-        ("steps", f"{steps} in {summary.elapsed_s:.1f} s"),
-        ("loss", f"{summary.loss_first:.4f} at the start, {summary.loss_last:.4f} at the end (means of up to 3 steps)"),
+        ("steps", f"{steps} in {summary.elapsed_s:.1f} s{unfinished}"),
+        ("loss", f"{summary.loss_first:.4f} at the start, {summary.loss_last:.4f} at the end{means}"),
         ("tokens/s", f"{summary.tokens_per_s:,.0f}"),
         (
             "moved per step",

@@ -9,8 +9,8 @@ from patrickstar import StepStats
 class Summary:
     """Record of a run, complete or interrupted.
 
-    ``loss_first`` and ``loss_last`` are means over up to three steps. ``tokens_per_s`` excludes the first step, which
-    is traced, unless it is the only one.
+    ``loss_first`` and ``loss_last`` are means over ``loss_steps`` steps. ``tokens_per_s`` excludes the first step,
+    which is traced, unless it is the only one.
     """
 
     model: str
@@ -20,10 +20,13 @@ class Summary:
     precision: str
     steps: int
     interrupted: bool
+    unfinished_s: float
+    """Seconds of the step that was interrupted."""
     minutes: float | None
     """Limit that ended the run before its last step, if one did."""
     loss_first: float
     loss_last: float
+    loss_steps: int
     tokens_per_s: float
     elapsed_s: float
     model_data_bytes: int

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import patrickstar as ps
 from patrickstar._checkpoint.metadata import precision_of
-from patrickstar._cli.console import print_text
+from patrickstar._cli.console import print_row, print_text
 from patrickstar._cli.corpus import Corpus, open_corpus
 from patrickstar._cli.first_step_notice import NOTICE_S
 from patrickstar._cli.parallelism import Parallelism
@@ -41,7 +41,7 @@ from patrickstar.integrations._meshes import MeshSizes
 
 # The cosine ends at this fraction of the peak learning rate, not at 0, so that the last steps still learn.
 _FINAL_FRACTION = 0.1
-# Single losses are noisy, so the summary averages the first and last losses over this many steps.
+# Single losses are noisy, so the summary averages the first and last losses over this many steps, if there are as many.
 _MEAN_STEPS = 3
 
 
@@ -130,11 +130,12 @@ def train(options: TrainOptions, console: Console) -> Summary | None:
                 shown as progress,
                 engine.record(log, steps=run.step, tensorboard=options.tensorboard) as recording,
             ):
-                records, interrupted = _training_loop(run, recording, progress)
+                records, unfinished_s = _training_loop(run, recording, progress)
             engine.finish_saving()
-            summary = _summary(run, records, interrupted)
+            summary = _summary(run, records, unfinished_s)
             log.write("summary", asdict(summary))
             print_summary(console, summary)
+            _print_files(console, options, resume)
             if run.lost:
                 raise CheckpointError(
                     f"the checkpoint after step {run.step}, the last one, was not written, for the reason in the "
@@ -154,6 +155,16 @@ def _print_header(
     if sizes.world > 1:
         text += f"\n{sizes}"
     print_text(console, "\n".join((text, *map(str, choices), LEGEND)))
+
+
+def _print_files(console: Console, options: TrainOptions, resume: ResumeOptions) -> None:
+    if options.log is not None:
+        print_row(console, "log", f"{options.log}; in a browser: patrickstar report {options.log}")
+    if resume.checkpoints is not None and resume.checkpoints.newest() is not None:
+        folder = resume.checkpoints.directory
+        print_row(
+            console, "checkpoints", f"{folder}; --resume {folder} continues, patrickstar export makes a model folder"
+        )
 
 
 def _first_step_notice(options: TrainOptions, engine: ps.Engine) -> str:
@@ -227,12 +238,14 @@ class _TrainingRun:
             self._saved = self.step
 
 
-def _training_loop(run: _TrainingRun, recording: Recording, progress: Progress) -> tuple[list[StepRecord], bool]:
-    """Run the remaining steps. Return their records, and whether Ctrl-C interrupted them."""
+def _training_loop(
+    run: _TrainingRun, recording: Recording, progress: Progress
+) -> tuple[list[StepRecord], float | None]:
+    """Run the remaining steps. Return their records, and the seconds of the step that Ctrl-C interrupted, if any."""
     options, engine = run.options, run.engine
     tokens = options.batch * options.sequence * options.accumulation * engine.data_size
     records: list[StepRecord] = []
-    batches = iter(run.batches)
+    batches, started = iter(run.batches), time.perf_counter()
     try:
         while run.step < options.steps and not run.out_of_time:
             started = time.perf_counter()
@@ -254,8 +267,8 @@ def _training_loop(run: _TrainingRun, recording: Recording, progress: Progress) 
     except KeyboardInterrupt:
         if not records:
             raise
-        return records, True
-    return records, False
+        return records, time.perf_counter() - started
+    return records, None
 
 
 def _step(
@@ -279,11 +292,11 @@ def _step(
     return sum(losses) / len(losses), norm
 
 
-def _summary(run: _TrainingRun, records: list[StepRecord], interrupted: bool) -> Summary:
+def _summary(run: _TrainingRun, records: list[StepRecord], unfinished_s: float | None) -> Summary:
     options, engine = run.options, run.engine
     layout = engine.layout
     losses = [record.loss for record in records if record.loss is not None]
-    timed = records[1:] or records
+    timed, loss_steps = records[1:] or records, max(1, min(_MEAN_STEPS, len(losses) // 2))
     return Summary(
         model=options.model,
         parameters=sum(param.numel() for param in engine.parameters()),
@@ -291,10 +304,12 @@ def _summary(run: _TrainingRun, records: list[StepRecord], interrupted: bool) ->
         device=engine.device.type,
         precision=engine.config.precision,
         steps=len(records),
-        interrupted=interrupted,
+        interrupted=unfinished_s is not None,
+        unfinished_s=unfinished_s or 0.0,
         minutes=options.minutes if run.out_of_time else None,
-        loss_first=fmean(losses[:_MEAN_STEPS]),
-        loss_last=fmean(losses[-_MEAN_STEPS:]),
+        loss_first=fmean(losses[:loss_steps]),
+        loss_last=fmean(losses[-loss_steps:]),
+        loss_steps=loss_steps,
         tokens_per_s=sum(record.tokens or 0 for record in timed) / sum(record.elapsed_s for record in timed),
         elapsed_s=sum(record.elapsed_s for record in records),
         model_data_bytes=layout.model_data_bytes,

@@ -180,7 +180,7 @@ def _json_number(value: object) -> object:
 def memory_figures(record: StepRecord, device_budget_bytes: int) -> list[str]:
     """Return the peaks of a step on each tier in words."""
     stats = record.stats
-    device = f"{format_size(stats.device_peak_model_bytes)} + {format_size(stats.device_peak_non_model_bytes)}"
+    device = f"{format_size(stats.device_peak_model_bytes)} and {format_size(stats.device_peak_non_model_bytes)}"
     return [
         f"device {device} of {format_size(device_budget_bytes)}",
         f"host {format_size(stats.host_peak_model_bytes + stats.host_peak_non_model_bytes)}",
