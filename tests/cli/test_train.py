@@ -197,7 +197,7 @@ def test_progress_is_plain_lines_in_a_file_and_a_bar_in_a_terminal() -> None:
             progress.show(replace(RECORD, stats=stats))
             progress.show(replace(RECORD, step=4, stats=stats))
         shown = out.getvalue()
-        figures = "loss 2.5000  1,024 tokens/s  device 0 B + 0 B of 1.00 GiB  host 3.00 MiB  disk 5.00 MiB  moved 0 B"
+        figures = "loss 2.5000  1,024 tokens/s  device 0 B and 0 B of 1.00 GiB  host 3.00 MiB  disk 5.00 MiB  moved 0 B"
         assert f"{figures}  waiting 20%" in shown
         assert ("\x1b" in shown) is terminal
         # A file gets whole lines, a terminal a bar that is drawn over; both get the time that is left.
@@ -219,7 +219,7 @@ def test_quiet_progress_shows_nothing() -> None:
     [
         (["--disk-capacity", "1GiB"], "--disk-capacity 1GiB requires --disk"),
         (["--disk", "nowhere"], "directory nowhere can't be used: No such file or directory; create it"),
-        (["--disk", ".", "--disk-capacity", "much"], "Disk: capacity: 'much' is not a size"),
+        (["--disk", ".", "--disk-capacity", "much"], "--disk-capacity: 'much' is not a size"),
     ],
 )
 def test_wrong_options_of_the_disk_are_told(more: list[str], says: str) -> None:
