@@ -36,7 +36,6 @@ def test_folder_from_transformers_gives_the_same_logits(name, tmp_path):
     engine = engine_of(tmp_path / "in", small_chunks(), model_class, evict_everything=True, poison=True).eval()
     same_values(engine.state_dict(), model.state_dict())
     assert torch.equal(logits(engine, batch(model)), logits(model, batch(model)))
-    engine.close()
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -57,7 +56,6 @@ def test_transformers_loads_a_folder_from_the_engine(name, tmp_path):
     assert torch.equal(logits(found.eval(), batch(model)), expected)
     again, _ = from_pretrained(tmp_path / "out", small_chunks(), model_class=model_class)
     same_values(again.state_dict(), state)
-    again.close()
 
 
 def test_tied_parameters_are_saved_once_and_computed_buffers_never(tmp_path):
@@ -72,7 +70,6 @@ def test_tied_parameters_are_saved_once_and_computed_buffers_never(tmp_path):
     for shard in set(index["weight_map"].values()):
         held = [value.nbytes for value in load_file(tmp_path / "out" / shard).values()]
         assert sum(held) <= 30_000 or len(held) == 1
-    engine.close()
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32", None])
@@ -93,7 +90,6 @@ def test_parameters_are_rounded_to_the_requested_dtype(dtype, tmp_path):
     assert found.dtype is chosen
     if dtype == "bf16":
         assert torch.equal(logits(found.eval(), batch(model)), logits(engine.eval(), batch(model)))
-    engine.close()
 
 
 def test_nan_is_rounded_like_in_torch_operators(tmp_path):
@@ -106,7 +102,6 @@ def test_nan_is_rounded_like_in_torch_operators(tmp_path):
     engine.save_pretrained(tmp_path / "out", dtype="bf16")
     saved = files_of(tmp_path / "out")["transformer.wpe.weight"].view(torch.int16)[0, :3].tolist()
     assert saved == [0x7FC0, 0x7F80, 0x7FC0]
-    engine.close()
 
 
 def test_frozen_parameters_keep_their_dtype(tmp_path):
@@ -127,7 +122,6 @@ def test_frozen_parameters_keep_their_dtype(tmp_path):
     assert all(torch.equal(found[name], value.float()) for name, value in files.items())
     engine.save_pretrained(tmp_path / "rounded", dtype="bf16")
     assert {value.dtype for value in files_of(tmp_path / "rounded").values()} == {torch.bfloat16}
-    engine.close()
 
 
 class Odd(nn.Module):
@@ -149,7 +143,6 @@ def test_model_that_is_not_from_transformers(tmp_path):
     assert [file.name for file in (tmp_path / "deep/out").iterdir()] == ["model.safetensors"]
     same_values(load_file(tmp_path / "deep/out/model.safetensors"), engine.state_dict())
     assert list((tmp_path / "deep").iterdir()) == [tmp_path / "deep" / "out"]
-    engine.close()
 
 
 def test_unusual_strides_are_filled_from_a_source_of_parts():
@@ -176,7 +169,6 @@ def test_unusual_strides_are_filled_from_a_source_of_parts():
     state = engine.state_dict()
     assert all(torch.equal(state[name], values[name]) for name, _ in model.named_parameters())
     assert model.transposed.stride() == (1, 3)
-    engine.close()
 
 
 def test_master_parameters_on_disk_are_read_by_page(tmp_path, monkeypatch):
@@ -193,7 +185,6 @@ def test_master_parameters_on_disk_are_read_by_page(tmp_path, monkeypatch):
     assert pieces.count(4096) > 3, "data on disk is read by page"
     same_values(files_of(tmp_path / "out"), state)
     step(engine, engine.optimizer)
-    engine.close()
 
 
 def test_options_override_the_configuration(tmp_path):
@@ -213,6 +204,22 @@ def test_options_override_the_configuration(tmp_path):
     assert found.config.architectures == ["LlamaForCausalLM"]
     with pytest.raises(ConfigError, match=r"no option no_such_thing$"):
         from_pretrained(tmp_path / "in", no_such_thing=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "stored_as"),
+    [
+        ("gpt2", lambda key: key.removeprefix("transformer.")),  # written without the head
+        ("llama tied", lambda key: "lm_head.weight" if "embed_tokens" in key else key),
+    ],
+)
+def test_other_names_are_found(tmp_path, name, stored_as):
+    model, model_class = plain(name)
+    model.save_pretrained(tmp_path)
+    stored = {stored_as(key): value for key, value in files_of(tmp_path).items()}
+    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+    engine, _ = from_pretrained(tmp_path, small_chunks(), model_class=model_class)
+    same_values(engine.state_dict(), model.state_dict())
 
 
 def test_old_names_and_duplicate_names_are_found(tmp_path):
@@ -242,7 +249,6 @@ def test_tensors_that_only_transformers_can_split_are_reported_with_a_remedy(tmp
     tiny.MASKED.from_pretrained(tmp_path / "in").save_pretrained(tmp_path / "new", save_original_format=False)
     engine, _ = from_pretrained(tmp_path / "new", small_chunks(), model_class=tiny.MASKED)
     assert torch.equal(logits(engine.eval(), batch(model)), logits(model, batch(model)))
-    engine.close()
 
 
 def test_existing_targets_are_not_changed(tmp_path):
@@ -263,4 +269,3 @@ def test_existing_targets_are_not_changed(tmp_path):
             engine.save_pretrained(tmp_path / "new", **options)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "taken"]
     step(engine, optimizer)
-    engine.close()
