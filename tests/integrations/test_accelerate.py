@@ -212,7 +212,6 @@ def test_a_state_replaces_another_once_it_is_complete(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.glob("patrickstar*")] == ["patrickstar"]
     accelerator.load_state(tmp_path)
     assert_same_bits(second, weights(accelerator, objects[0]), "the newest state")
-    accelerator.free_memory()
 
 
 def test_weights_are_saved_in_full_precision(tmp_path):
@@ -247,7 +246,6 @@ def test_steps_that_overflow_do_not_step_the_scheduler():
         optimizer.zero_grad()
     assert accelerator.optimizer_step_was_skipped and optimizer.step_was_skipped
     assert scheduler.get_last_lr() == before
-    accelerator.free_memory()
 
 
 def test_the_options_of_an_optimizer_and_a_scheduler_afterwards():
@@ -256,7 +254,6 @@ def test_the_options_of_an_optimizer_and_a_scheduler_afterwards():
     scheduler = accelerator.prepare(LambdaLR(optimizer, lambda step: 0.5**step))
     loader = accelerator.prepare(DataLoader(texts(8), batch_size=4))
     assert train(accelerator, model, optimizer, loader, scheduler, steps=2)[1] == [1e-2 / 4]
-    accelerator.free_memory()
 
 
 def test_what_is_refused(monkeypatch):
@@ -291,7 +288,6 @@ def test_what_is_refused(monkeypatch):
         accelerator.clip_grad_value_(model.parameters(), 1.0)
     with pytest.raises(ConfigError, match="has prepared a model already"):
         accelerator.prepare(gpt2(), ps.AdamW())
-    accelerator.free_memory()
 
 
 def two_processes(folder: str) -> None:
@@ -334,4 +330,3 @@ def test_muon_of_torch_is_replaced_with_its_groups():
     changed = {name for name, value in engine.state_dict().items() if not torch.equal(value, before[name])}
     assert changed == {"0.weight", "1.weight"}
     assert [group["lr"] for group in own.param_groups] == [3e-3]
-    engine.close()

@@ -68,7 +68,6 @@ def test_base_model_is_frozen_in_16_bits(tmp_path, base_dtype):
     state = one.engine.inspect()
     frozen = {param.chunk for param in state.parameters if not param.trained}
     assert frozen and {chunk.kind for chunk in state.chunks if chunk.index in frozen} == {"param16"}
-    close(one)
 
 
 def test_resumed_run_is_bitwise_equal(tmp_path):
@@ -105,7 +104,6 @@ def test_peft_loads_saved_adapters(tmp_path):
         names = [name for adapter in adapter_names(one.model).values() for name in adapter.values()]
         assert any("ln_f" in name for name in names) and any(".other." in name for name in names)
         assert_same_bits({name: state[name].float() for name in names}, {name: found[name] for name in names}, "saved")
-    close(one)
 
 
 def prompted(kind=peft.PromptTuningConfig):
@@ -120,7 +118,6 @@ def test_the_best_is_loaded(tmp_path, build):
     one.train()
     losses = {entry["step"]: entry["eval_loss"] for entry in one.state.log_history if "eval_loss" in entry}
     assert one.evaluate()["eval_loss"] == losses[one.state.best_global_step] == min(losses.values())
-    close(one)
 
 
 @pytest.mark.parametrize("kind", [peft.PromptTuningConfig, peft.PrefixTuningConfig, peft.PromptEncoderConfig])

@@ -163,7 +163,6 @@ def test_each_train_call_uses_a_new_model_of_model_init(tmp_path):
     assert_same_bits(first, weights(trainer), "parameters of both runs")
     with pytest.raises(TrainingError, match="closed"):
         engine.state_dict()
-    close(trainer)
 
 
 def test_second_train_call_continues(tmp_path):
@@ -189,7 +188,6 @@ def test_callbacks_see_model_optimizer_and_scheduler(tmp_path):
     trainer.train()
     assert seen == [(GPT2LMHeadModel, trainer.engine.optimizer, True)]
     assert trainer.state.global_step == 1
-    close(trainer)
 
 
 def test_smaller_batch_is_tried(tmp_path):
@@ -228,7 +226,6 @@ def test_fp16_overflow_skips_the_step(tmp_path):
     loss_scaler_of(trainer.engine).scale = 2.0**40
     trainer.train()
     assert seen == [(0.0, 1)] * 3
-    close(trainer)
 
 
 def test_transformers_loads_the_saved_model(tmp_path):
@@ -269,7 +266,6 @@ def test_config_must_not_contradict_the_arguments(tmp_path):
         Trainer(gpt2(), args, config=ps.Config(device="cuda")).create_optimizer()
     trainer = Trainer(gpt2(), args, config=ps.Config(precision="bf16", device="cpu"))
     trainer.create_optimizer()
-    close(trainer)
 
 
 def test_state_dict_names_are_checked():
@@ -284,7 +280,6 @@ def test_state_dict_names_are_checked():
     assert_same_bits(before, after, "what was not given")
     with pytest.raises(ModelError, match="missing"):
         engine.load_state_dict({"transformer.ln_f.bias": torch.ones(32)})
-    engine.close()
 
 
 def test_seq2seq_trainer_on_the_engine(tmp_path):
@@ -324,7 +319,6 @@ def test_frozen_model_is_evaluated_without_optimizer_states(tmp_path):
     plain = create(transformers.Trainer, tmp_path, eval_dataset=texts(5))
     assert trainer.evaluate()["eval_loss"] == plain.evaluate()["eval_loss"]
     assert not any(param.trained for param in trainer.engine.inspect().parameters)
-    close(trainer)
 
 
 def test_an_evaluation_ends_the_delay_of_updates(tmp_path):
@@ -339,4 +333,3 @@ def test_an_evaluation_ends_the_delay_of_updates(tmp_path):
     exact.evaluate()
     exact.engine.load_state_dict(state)
     assert exact.evaluate()["eval_loss"] == loss
-    close(exact)

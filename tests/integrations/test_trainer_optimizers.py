@@ -70,7 +70,6 @@ def test_unsupported_optimizers_are_rejected(tmp_path):
     trainer = Own(model, args, train_dataset=texts())
     with pytest.raises(ConfigError, match=r"not in create_optimizer"):
         trainer.train()
-    close(trainer)
 
 
 def test_schedule_free_training_evaluates_and_saves_the_average(tmp_path):
@@ -97,4 +96,3 @@ def test_schedule_free_training_evaluates_and_saves_the_average(tmp_path):
     assert_same_bits(expected, trainer.engine.state_dict(), "parameters of the resumed run")
     evaluations = [[entry for entry in each if "eval_loss" in entry] for each in (log, logged(trainer))]
     assert evaluations[0] == evaluations[1]
-    close(trainer)

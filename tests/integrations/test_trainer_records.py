@@ -39,7 +39,6 @@ def test_a_recorded_training_has_the_same_losses(tmp_path):
         again.train()
     again.train()
     assert [step["step"] for step in read_run(tmp_path / "again.jsonl").steps] == [1, 2]
-    close(again)
 
 
 def test_events_are_the_values_of_the_log(tmp_path):
@@ -69,4 +68,3 @@ def test_the_bar_shows_memory_and_waits(tmp_path):
     size = r"\d[\d.]* [KMG]?i?B"
     assert len(shown) == 3
     assert all(re.fullmatch(rf"device {size} \+ {size} of {size}, host {size}, waiting \d+%", text) for text in shown)
-    close(trainer)

@@ -139,7 +139,6 @@ def test_contents_of_a_checkpoint(tmp_path):
     assert not (folder / "optimizer.pt").exists()
     assert json.loads((folder / "trainer_state.json").read_text())["global_step"] == step
     assert_same_bits(state, GPT2LMHeadModel.from_pretrained(folder).state_dict(), "loaded by transformers")
-    close(one)
 
 
 def test_checkpoint_without_optimizer(tmp_path):
@@ -172,4 +171,3 @@ def test_resume_errors(tmp_path):
     other = trainer(tmp_path / "one", optim="sgd")
     with pytest.raises(CheckpointError, match="use the same optimizer"):
         other.train(resume_from_checkpoint=True)
-    close(other)

@@ -154,7 +154,6 @@ def test_the_reference_model_lies_within_the_budgets(tmp_path):
     assert trainer.accelerator.unwrap_model(trainer.ref_model) is reference
     with pytest.raises(ConfigError, match="was prepared after the engine was created"):
         trainer.accelerator.prepare_model(llama(3), evaluation_mode=True)
-    close(trainer)
 
 
 def length(completions: list[str], **given: Any) -> list[float]:
