@@ -1,6 +1,7 @@
 """Calls of the command line in this process, and the small model and text that they train."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +21,21 @@ def call(command: str, *words: object) -> Result:
     return CliRunner().invoke(app, [command, *map(str, words)])
 
 
-def train(*words: object) -> Result:
-    return call("train", *SMALL, *words)
-
-
-def trained(*words: object) -> Result:
-    """Train, and assert that the command succeeded."""
-    result = train(*words)
+def done(command: str, *words: object) -> Result:
+    """Call a command, and assert that it succeeded."""
+    result = call(command, *words)
     assert result.exit_code == 0, result.output
     return result
+
+
+train, trained = partial(call, "train", *SMALL), partial(done, "train", *SMALL)
+plan = partial(call, "plan", "--no-dry-run")
+"""Plans that are estimated only: a dry run takes seconds."""
+
+
+def planned(*words: object) -> dict[str, Any]:
+    """Return such a plan as plain data."""
+    return json.loads(done("plan", "--no-dry-run", "--json", *words).output)
 
 
 def assert_refused(result: Result, *parts: object) -> None:

@@ -2,23 +2,20 @@
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from command_line import assert_refused, call
-from typer.testing import Result
+from command_line import assert_refused, call, done
 
 import patrickstar
 from patrickstar.errors import BudgetError
 
 pytestmark = pytest.mark.usefixtures("small_text")
 
+train = partial(call, "train", "--device", "cpu")
 TINY = ("--data", "text.py", "--model", "gpt-1m")
-
-
-def train(*arguments: object) -> Result:
-    return call("train", "--device", "cpu", *arguments)
 
 
 def python(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -27,8 +24,7 @@ def python(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_version_is_the_packages() -> None:
-    result = call("--version")
-    assert (result.exit_code, result.stdout) == (0, f"patrickstar {patrickstar.__version__}\n")
+    assert done("--version").stdout == f"patrickstar {patrickstar.__version__}\n"
 
 
 def test_help_names_the_command_and_its_options() -> None:

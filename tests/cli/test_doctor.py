@@ -1,7 +1,7 @@
 """`patrickstar doctor`: what it says with the C++ kernel, and what it advises without."""
 
 import pytest
-from command_line import call
+from command_line import done
 
 from patrickstar._cli import doctor
 from patrickstar._kernels.cpp_backend import CppBackend, Unavailable
@@ -16,9 +16,7 @@ def _quick(monkeypatch):
 
 
 def report():
-    result = call("doctor")
-    assert result.exit_code == 0, result.output
-    return result.stdout
+    return done("doctor").stdout
 
 
 def test_every_finding_has_its_line():

@@ -1,10 +1,9 @@
 """`patrickstar plan` and `patrickstar train --dry-run`, as a user types them."""
 
-import json
 import re
 
 import pytest
-from command_line import assert_refused, assert_told, call
+from command_line import assert_refused, assert_told, call, done, plan, planned
 from transformers import MixtralForCausalLM
 
 from patrickstar._models.presets import EXPERT_PRESETS, PRESETS
@@ -13,18 +12,6 @@ from patrickstar._perf_model.mesh import Mesh
 from patrickstar._perf_model.text_tables import SPARKLINE_WIDTH, sparkline
 from patrickstar._plan.planned_model import find_planned_model
 from patrickstar._plan.search import Search
-
-
-def plan(*arguments: str):
-    """Run a plan that estimates only: a dry run takes seconds."""
-    return call("plan", *arguments, "--no-dry-run")
-
-
-def planned(*arguments: str):
-    """Return a plan as JSON."""
-    result = plan(*arguments, "--json")
-    assert result.exit_code == 0, result.output
-    return json.loads(result.output)
 
 
 @pytest.fixture
@@ -37,17 +24,8 @@ def plan_and_values(monkeypatch):
 
 def test_a_plan_says_what_fits_how_fast_and_why():
     result = plan("--model", "gpt-12b", "--machine", "8xV100-32GB", "--gpus", "1")
-    assert result.exit_code == 0, result.output
-    for words in (
-        "12.29 billion",
-        "at most 28 fit",
-        "idle",
-        "busiest resource alone",
-        "TFLOPS",
-        "where the time goes",
-        "memory",
-        "hidden behind computation",
-    ):
+    says = "12.29 billion", "at most 28 fit", "idle", "busiest resource alone", "TFLOPS", "where the time goes"
+    for words in (*says, "memory", "hidden behind computation"):
         assert words in result.output
 
 
@@ -66,8 +44,7 @@ def test_angel_ptms_models_fit_its_server(model):
 
 
 def test_a_t5_is_described_by_both_stacks():
-    result = plan("--model", "t5-220m", "--machine", "RTX4090-desktop")
-    assert result.exit_code == 0 and "12 encoder and 12 decoder layers x 768" in result.output
+    assert "12 encoder and 12 decoder layers x 768" in plan("--model", "t5-220m", "--machine", "RTX4090-desktop").output
 
 
 def test_the_largest_model_is_larger_on_more_gpus_and_smaller_at_a_higher_bar():
@@ -201,16 +178,15 @@ def test_a_machine_file_of_ones_own(tmp_path):
 
 def test_a_dry_run_of_several_processes():
     options = ["train", "--dry-run", "--model", "gpt-1m", "--sequence", "32", "--machine", "8xV100-32GB"]
-    result = call(*options, "--processes", "4", "--replicas", "2", "--accumulation", "2")
-    assert result.exit_code == 0, result.output
+    result = done(*options, "--processes", "4", "--replicas", "2", "--accumulation", "2")
     assert "\nprocesses       4 in 2 replicas; the figures are those of the first\n" in result.output
     assert re.search(
         r"\nsent +\S+ \S+ of parameters \(\S+ \S+ to other replicas\), \S+ \S+ of gradients", result.output
     )
     assert "\n  collectives " in result.output and "\ndelayed " not in result.output
     on_cpu = ["--device", "cpu", "--precision", "fp32", "--device-memory", "32MiB", "--host-memory", "1GiB"]
-    result = call(*options[:-2], *on_cpu, "--processes", "2")
-    assert result.exit_code == 0 and "32.00 MiB" in result.output and "512.00 MiB" in result.output, result.output
+    result = done(*options[:-2], *on_cpu, "--processes", "2")
+    assert "32.00 MiB" in result.output and "512.00 MiB" in result.output
 
 
 @pytest.mark.parametrize(
@@ -236,8 +212,7 @@ def test_a_dry_run_says_what_a_step_takes_and_trains_nothing(tmp_path):
     log = tmp_path / "log.jsonl"
     options = ["--model", "gpt-1m", "--sequence", "32", "--batch", "1", "--device", "cpu", "--precision", "fp32"]
     options += ["--device-memory", "32MiB"]
-    result = call("train", *options, "--dry-run", "--log", str(log))
-    assert result.exit_code == 0, result.output
+    result = done("train", *options, "--dry-run", "--log", str(log))
     for words in ("nothing was trained", "step", "where the time goes", "idle", "32.00 MiB", "moved", "over the step"):
         assert words in result.output
     _, _, after = result.output.partition("the step over time")
@@ -248,6 +223,5 @@ def test_a_dry_run_says_what_a_step_takes_and_trains_nothing(tmp_path):
     assert drawn["update on the host"].strip() and drawn["compute waits"].strip()
     assert not log.exists()
     assert "\ndelayed         updates would" in result.output
-    result = call("train", *options, "--dry-run", "--delay-from", "9")
-    assert result.exit_code == 0 and "updates would" not in result.output
+    assert "updates would" not in done("train", *options, "--dry-run", "--delay-from", "9").output
     assert_refused(call("train", *options[:-1], "1KiB", "--dry-run"), "does not fit")

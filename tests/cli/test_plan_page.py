@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from browser import VIEWS, assert_accessible, assert_drawn, opened_page
-from command_line import call
+from command_line import done
 from torch import nn
 
 import patrickstar as ps
@@ -40,11 +40,9 @@ def test_plan_and_dry_run_of_training_say_the_same(tmp_path: Path, monkeypatch: 
         return reports[-1]
 
     options = ["--model", "gpt-1m", "--machine", "RTX4090-desktop", "--batch", "2", "--sequence", "64"]
-    planned = call("plan", *options, "--no-activation-checkpointing", "--json")
-    assert planned.exit_code == 0, planned.output
+    planned = done("plan", *options, "--no-activation-checkpointing", "--json")
     monkeypatch.setattr("patrickstar._cli.dry_run.simulate", simulate)
-    simulated = call("train", *options, "--disk", tmp_path, "--dry-run")
-    assert simulated.exit_code == 0, simulated.output
+    simulated = done("train", *options, "--disk", tmp_path, "--dry-run")
     assert "`patrickstar plan` finds the fastest batch, and the least time of any placement" in simulated.output
     assert reports[0].seconds == json.loads(planned.output)["step_s"]
 
@@ -117,10 +115,8 @@ def test_a_notebook_shows_the_page(plan: ps.Plan, tmp_path: Path) -> None:
 
 def test_the_command_writes_the_page(tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
-    options = ["--model", "gpt-1m", "--gpu", "rtx4090", "--no-dry-run", "--html", str(page)]
-    done = call("plan", *options)
-    assert done.exit_code == 0, done.output
-    assert f"{page} shows this plan in a browser" in done.output.replace("\n", "")
+    result = done("plan", "--model", "gpt-1m", "--gpu", "rtx4090", "--no-dry-run", "--html", str(page))
+    assert f"{page} shows this plan in a browser" in result.output.replace("\n", "")
     assert "<title>gpt-1m, 4 layers x 128: plan</title>" in page.read_text()
 
 

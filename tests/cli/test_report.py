@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from browser import VIEWS, assert_accessible, assert_drawn, opened_page
-from command_line import call
-from torch import nn
+from command_line import CONFIG, TEXT, assert_refused, call, done
+from toys import layers, train
 
 import patrickstar as ps
 from patrickstar._report.memory_curves import memory_curves
@@ -19,8 +19,6 @@ from patrickstar._report.run_file import read_run
 from patrickstar._report.stalls import named_stalls, stalled_s
 from patrickstar._schedule.placement import Tier
 
-CONFIG = {"model_type": "gpt2", "n_layer": 4, "n_embd": 64, "n_head": 2, "n_positions": 64, "vocab_size": 300}
-CONFIG |= {"bos_token_id": 0, "eos_token_id": 0}
 STEPS = 8
 
 
@@ -30,18 +28,13 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-        (folder / "text.py").write_text("".join(f"def f{i}(x):\n    return x + {i}\n" for i in range(200)))
-        (folder / "model.json").write_text(json.dumps(CONFIG))
+        (folder / "text.py").write_text(TEXT)
+        (folder / "model.json").write_text(json.dumps(CONFIG | {"n_layer": 4, "n_embd": 64}))
         options = ["--model", folder / "model.json", "--data", folder / "text.py", "--sequence", 32, "--batch", 2]
         options += ["--steps", STEPS, "--device", "cpu", "--device-memory", "1550KiB", "--host-memory", "8MiB"]
         options += ["--chunk-size", "64KiB", "--log", folder / "log.jsonl", "--quiet"]
-        result = call("train", *options)
-        assert result.exit_code == 0, result.output
+        done("train", *options)
     return folder / "log.jsonl"
-
-
-def report(*options: object) -> Any:
-    return call("report", *options)
 
 
 def test_what_is_read_is_what_the_run_did(log: Path) -> None:
@@ -65,9 +58,8 @@ def test_what_is_read_is_what_the_run_did(log: Path) -> None:
 
 
 def test_a_page_needs_no_network_and_has_units(log: Path, tmp_path: Path) -> None:
-    done = report(log, "--output", tmp_path / "page.html")
-    assert done.exit_code == 0, done.output
-    assert str(tmp_path / "page.html") in done.output.replace("\n", "")
+    result = done("report", log, "--output", tmp_path / "page.html")
+    assert str(tmp_path / "page.html") in result.output.replace("\n", "")
     text = (tmp_path / "page.html").read_text()
     assert len(text) < 5 << 20
     outside = re.sub(r"<script>/\*\*.*?</script>", "", text, flags=re.DOTALL)  # the library has addresses of its own
@@ -86,16 +78,13 @@ def test_what_was_said_is_compared_with_what_it_took(tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = ps.Config(device="cpu", device_memory="64MiB", precision="fp32")
     batch = torch.zeros(2, 32)
-    engine, optimizer = ps.initialize(nn.Sequential(*(nn.Linear(32, 32) for _ in range(4))), config)
+    engine, _ = ps.initialize(layers(32, 4), config)
     with engine, engine.record(tmp_path / "log.jsonl"):
         said = engine.plan(batch, loss=torch.sum)
-        for _ in range(8):
-            engine.backward(engine(batch).sum())
-            optimizer.step()
-            optimizer.zero_grad()
+        train(engine, [(batch,)] * 8)
     run = read_run(tmp_path / "log.jsonl")
     assert (run.plan["seconds"], run.plan["h2d_bytes"]) == (said.seconds, said.stats.h2d_bytes)
-    assert report(tmp_path / "log.jsonl").exit_code == 0
+    done("report", tmp_path / "log.jsonl")
     text = (tmp_path / "log.html").read_text()
     assert "What the dry run said, and what it took" in text and "<td>time of a step</td>" in text
     resident = memory_curves(run.timelines[-1], Tier.DEVICE)
@@ -108,8 +97,7 @@ def test_what_was_said_is_compared_with_what_it_took(tmp_path: Path) -> None:
 
 
 def test_two_runs_are_compared(log: Path, tmp_path: Path) -> None:
-    done = report(log, "--compare", log, "--output", tmp_path / "page.html")
-    assert done.exit_code == 0, done.output
+    done("report", log, "--compare", log, "--output", tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text()
     assert text.count("<h1>GPT2LMHeadModel</h1>") == 2
     assert "log.jsonl: loss" in text
@@ -120,7 +108,7 @@ def test_the_log_of_a_killed_run_is_read(log: Path, tmp_path: Path) -> None:
     text = log.read_text()
     cut.write_text(text[: text.index('"kind": "step", "step": 3') + 60])
     assert [step["step"] for step in read_run(cut).steps] == [1, 2]
-    assert report(cut).exit_code == 0
+    done("report", cut)
     assert cut.with_suffix(".html").exists()
 
 
@@ -138,16 +126,15 @@ def test_what_is_no_log_is_refused(text: str | None, message: str, tmp_path: Pat
     path = tmp_path / "log.jsonl"
     if text is not None:
         path.write_text(text)
-    done = report(path)
-    assert done.exit_code == 2
-    assert re.search(message, done.stderr), done.stderr
+    refused = call("report", path)
+    assert refused.exit_code == 2
+    assert re.search(message, refused.stderr), refused.stderr
     assert not path.with_suffix(".html").exists()
 
 
 def test_a_page_that_can_not_be_written_is_named(log: Path, tmp_path: Path) -> None:
-    done = report(log, "--output", tmp_path / "missing" / "page.html")
-    assert done.exit_code == 2
-    assert "page.html can't be written: No such file or directory; choose another file" in done.stderr
+    refused = call("report", log, "--output", tmp_path / "missing" / "page.html")
+    assert_refused(refused, "page.html can't be written: No such file or directory; choose another file")
 
 
 def test_many_timelines_are_thinned(log: Path) -> None:
@@ -163,7 +150,7 @@ def test_many_timelines_are_thinned(log: Path) -> None:
 @pytest.fixture
 def page(log: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
     """Open the page of the run in Chromium, with the theme and the width of the parameter."""
-    assert report(log, "--output", tmp_path / "page.html").exit_code == 0
+    done("report", log, "--output", tmp_path / "page.html")
     with opened_page(tmp_path / "page.html", *request.param) as opened:
         yield opened
 

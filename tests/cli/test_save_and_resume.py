@@ -2,15 +2,15 @@
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from command_line import CONFIG, SMALL, TEXT, assert_refused, call, read_log
+from command_line import CONFIG, SMALL, TEXT, assert_refused, call, done, read_log
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from typer.testing import Result
 
 import patrickstar as ps
 from patrickstar._checkpoint.storage_reader import CheckpointReader
@@ -30,14 +30,7 @@ def _with_dropout(small_text: None) -> None:
     Path("model.json").write_text(MODEL)
 
 
-def train(*words: object) -> Result:
-    return call("train", *SMALL, "--steps", 7, *words)
-
-
-def trained(*words: object) -> Result:
-    done = train(*words)
-    assert done.exit_code == 0, done.output
-    return done
+train, trained = partial(call, "train", *SMALL, "--steps", 7), partial(done, "train", *SMALL, "--steps", 7)
 
 
 def steps(log: str = "log.jsonl") -> list[dict[str, object]]:
@@ -74,8 +67,8 @@ def test_a_run_that_is_resumed_is_the_one_that_was_not_stopped(delay: tuple[obje
     lines = Path("cut.jsonl").read_text().splitlines(keepends=True)
     sixth = next(number for number, line in enumerate(lines) if line.startswith('{"kind": "step", "step": 6,'))
     Path("cut.jsonl").write_text("".join(lines[:sixth]) + lines[sixth][:20])
-    done = trained("--log", "cut.jsonl", "--save-every", 2, "--keep", 2, "--resume", "kept", *delay)
-    assert "resumed from kept/step-4" in done.output
+    resumed = trained("--log", "cut.jsonl", "--save-every", 2, "--keep", 2, "--resume", "kept", *delay)
+    assert "resumed from kept/step-4" in resumed.output
     assert steps("cut.jsonl") == steps("whole.jsonl")
     kinds = [json.loads(line)["kind"] for line in Path("cut.jsonl").read_text().splitlines()]
     assert (kinds.count("run"), kinds.count("summary")) == (1, 1)
@@ -106,16 +99,14 @@ def test_resuming_from_one_checkpoint_among_others() -> None:
 )
 def test_what_can_not_be_resumed_or_saved(words: list[object], message: str, saved_run: None) -> None:
     Path("empty").mkdir()
-    done = train(*words)
-    assert_refused(done, message)
-    assert done.output.count("error: ") == 1
+    refused = train(*words)
+    assert_refused(refused, message)
+    assert refused.output.count("error: ") == 1
 
 
 def test_exporting(saved_run: None) -> None:
-    done = call("export", "kept", "full")
-    assert done.exit_code == 0, done.output
-    assert "in fp32, from kept/step-7" in done.output
-    assert call("export", "kept/step-7", "half", "--dtype", "bf16", "--max-shard", "20KB").exit_code == 0
+    assert "in fp32, from kept/step-7" in done("export", "kept", "full").output
+    done("export", "kept/step-7", "half", "--dtype", "bf16", "--max-shard", "20KB")
     assert len(list(Path("half").glob("*.safetensors"))) > 1
     full, half = (AutoModelForCausalLM.from_pretrained(folder) for folder in ("full", "half"))
     tokenizer = AutoTokenizer.from_pretrained("full")
@@ -130,8 +121,7 @@ def test_exporting(saved_run: None) -> None:
             assert torch.equal(value, reader.tensor(f"model.{name}")), name
             assert torch.equal(half.state_dict()[name], value.to(torch.bfloat16)), name
     # What was exported can be trained on, with its tokenizer.
-    done = call("train", "--model", "half", "--data", "text.py", "--steps", 1, "--sequence", 8, "--device", "cpu")
-    assert done.exit_code == 0, done.output
+    done("train", "--model", "half", "--data", "text.py", "--steps", 1, "--sequence", 8, "--device", "cpu")
     for words, message in (
         (["kept", "full"], "full already exists"),
         (["full", "new"], "it is a model folder"),
@@ -159,8 +149,8 @@ def test_the_checkpoint_of_another_program(said: dict[str, object] | None, wrong
     engine, _ = ps.initialize(lambda: nn.Linear(2, 2), ps.Config(device="cpu", precision="fp32"))
     ps.Checkpoints("kept").save(engine, 3, {} if said is None else {"run": said})
     engine.close()
-    for done in (train("--resume", "kept"), call("export", "kept", "new")):
-        assert_refused(done, "was not written by patrickstar train", wrong)
+    for refused in (train("--resume", "kept"), call("export", "kept", "new")):
+        assert_refused(refused, "was not written by patrickstar train", wrong)
     assert not Path("new").exists()
 
 
