@@ -22,31 +22,16 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from toys import layers, mean_square
-from xxhash import xxh3_64_hexdigest
 
 import patrickstar as ps
 from distributed.ranks import free_port
+from distributed.restarts import Model, digest
 from patrickstar import testing
 from patrickstar.errors import PeerError
 
 ENDED_BY_PEER = 3
 """Exit code of a process that ends because another one ended."""
 END_TIMEOUT_S = 300.0
-
-
-class Model(nn.Module):
-    """Model that takes a while to save, with a buffer that differs between processes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = layers(256, 12)
-        self.norm = nn.BatchNorm1d(256)
-        self.dropout = nn.Dropout(0.1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return mean_square(self.dropout(self.norm(self.layers(x))))
 
 
 def run_process(folder: Path, rank: int, size: int, steps: int) -> None:
@@ -57,7 +42,7 @@ def run_process(folder: Path, rank: int, size: int, steps: int) -> None:
         dist.init_process_group("gloo", timeout=timedelta(seconds=END_TIMEOUT_S / 10))
     torch.manual_seed(0)
     config = ps.Config(device="cpu", precision="bf16", chunk_size="256KiB", optimizer=ps.AdamW(lr=1e-3))
-    engine, optimizer = ps.initialize(Model, config)
+    engine, optimizer = ps.initialize(lambda: Model(256, 12), config)  # takes a while to save
     checkpoints = ps.Checkpoints(folder / "run", keep=2)
     torch.manual_seed(100 + rank)
     progress = checkpoints.load(engine) or {"step": 0}
@@ -69,11 +54,8 @@ def run_process(folder: Path, rank: int, size: int, steps: int) -> None:
             log.write(f"{step} {loss.item().hex()}\n")
             log.flush()
             assert checkpoints.save(engine, step, {"step": step}, wait=step % 2 == 0)
-    states = optimizer.state_dict()["state"]
-    values = [*engine.state_dict().values(), *(state[key] for state in states.values() for key in sorted(state))]
+    (folder / f"end-{rank}").write_text(digest(engine))
     engine.close()
-    digest = xxh3_64_hexdigest(b"".join(value.reshape(-1).view(torch.uint8).numpy().tobytes() for value in values))
-    (folder / f"end-{rank}").write_text(digest)
     if size > 1:
         dist.destroy_process_group()
 
@@ -153,12 +135,16 @@ def losses(folder: Path, size: int) -> list[list[tuple[int, str]]]:
 def run_without_kills(folder: Path, size: int, steps: int) -> Expected:
     """Run without kills, for comparison."""
     started = time.monotonic()
-    codes = wait(start(folder, size, steps), END_TIMEOUT_S)
-    seconds = time.monotonic() - started
-    assert codes == [0] * size, f"{codes}: {(folder / 'log-0').read_text()}"
-    logs = losses(folder, size)
+    run_to_the_end(folder, size, steps, END_TIMEOUT_S)
+    seconds, logs = time.monotonic() - started, losses(folder, size)
     assert all([step for step, _ in log] == list(range(1, steps + 1)) for log in logs)
     return Expected([dict(log) for log in logs], ends(folder, size), seconds)
+
+
+def run_to_the_end(folder: Path, size: int, steps: int, within_s: float) -> None:
+    """Run without kills, and assert that all processes succeed."""
+    codes = wait(start(folder, size, steps), within_s)
+    assert codes == [0] * size, f"{codes}: {(folder / 'log-0').read_text()}"
 
 
 def ends(folder: Path, size: int) -> list[str]:
@@ -194,8 +180,7 @@ def check_kills(count: int, processes: int, seed: int, steps: int) -> None:
             if codes == [0] * processes:
                 assert ends(folder, processes) == expected.ends, f"after {kills} kills the final state differs"
                 folder = _fresh(folder)
-        while wait(start(folder, processes, steps), END_TIMEOUT_S + 2 * expected.seconds) != [0] * processes:
-            raise AssertionError((folder / "log-0").read_text())
+        run_to_the_end(folder, processes, steps, END_TIMEOUT_S + 2 * expected.seconds)
         assert ends(folder, processes) == expected.ends, f"after {kills} kills the final state differs"
         runs = f"{kills} kills in {starts} runs, {resumed} of them resumed"
         print(f"{runs}: all losses and final states were bit-identical", flush=True)

@@ -3,10 +3,12 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
 import transformers
+from integrations import tiny
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -19,7 +21,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from patrickstar.integrations._meshes import Meshes, MeshSizes
+from patrickstar.integrations._meshes import Meshes, MeshSizes, meshes
 from patrickstar.integrations.transformers import parallelize, stack_experts
 
 WIDTH, VOCABULARY, LENGTH = 32, 64, 8
@@ -48,9 +50,9 @@ class MeshModel:
     ep: int = 1
     context: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext)
 
-    def sizes(self, world: int = 4) -> MeshSizes:
-        """Return the sizes of the meshes with `world` processes."""
-        return MeshSizes(world, self.tp, self.ep)
+    def meshes(self) -> Meshes:
+        """Return the meshes of four processes."""
+        return _meshes(self.tp, self.ep)
 
     def whole(self, checkpointing: str = "none", seed: int = 0) -> nn.Module:
         """Return the whole model: the same in each process, call and mesh."""
@@ -62,6 +64,12 @@ class MeshModel:
         model = self.whole(checkpointing, seed)
         self.split(model, meshes)
         return model
+
+
+@cache
+def _meshes(tp: int, ep: int) -> Meshes:
+    """Make meshes once in a process: the threads of their groups run until the groups are destroyed."""
+    return meshes(MeshSizes(4, tp, ep), "cpu")
 
 
 def batch(number: int, data_rank: int, sequences: int = 2) -> Batch:
@@ -191,55 +199,41 @@ SIZES: dict[str, Any] = {
 }
 
 
-def llama(checkpointing: str, tied: bool = False) -> nn.Module:
-    config = transformers.LlamaConfig(**SIZES, tie_word_embeddings=tied)
-    return WithLoss(transformers.LlamaForCausalLM(config), checkpointing)
+def causal(kind: str, **options: Any) -> Callable[[str], nn.Module]:
+    """Return a function that builds a causal model of a type."""
+    config = transformers.CONFIG_MAPPING[kind](**SIZES | {"tie_word_embeddings": False} | options)
+    return lambda way: WithLoss(transformers.AutoModelForCausalLM.from_config(config), way)
 
 
-def qwen3(checkpointing: str) -> nn.Module:
-    """Return a model whose norms of queries and keys get hooks on their gradients from transformers."""
-    config = transformers.Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=False)
-    return WithLoss(transformers.Qwen3ForCausalLM(config), checkpointing)
+def mixtral(idle: bool = False) -> Callable[[str], nn.Module]:
+    """Return a function that builds a model with four experts, of which a token chooses two.
 
-
-def mixtral(checkpointing: str, experts: int = 4, idle: bool = False) -> nn.Module:
-    """Return a model with experts.
-
-    Args:
-        checkpointing: Way of checkpointing.
-        experts: Number of experts, of which a token chooses two.
-        idle: Let all tokens choose the same two experts, so that most processes get none.
+    `idle`: all tokens choose the same two experts, so that most processes get none.
     """
-    config = transformers.MixtralConfig(**SIZES, num_local_experts=experts, num_experts_per_tok=2)
-    model = transformers.MixtralForCausalLM(config)
-    for layer in model.model.layers if idle else ():
-        layer.mlp.gate.weight.requires_grad_(False).zero_()  # equal scores: the choice is the same for all tokens
-    return WithLoss(model, checkpointing)
+    build = causal("mixtral", num_local_experts=4, num_experts_per_tok=2)
 
+    def built(way: str) -> nn.Module:
+        model = build(way)
+        for layer in model.model.model.layers if idle else ():
+            layer.mlp.gate.weight.requires_grad_(False).zero_()  # equal scores: the choice is the same for all tokens
+        return model
 
-def qwen2_moe(checkpointing: str) -> nn.Module:
-    """Return a model with experts and one that all tokens share."""
-    shared = {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 24}
-    config = transformers.Qwen2MoeConfig(**SIZES, **shared, num_experts=8, num_experts_per_tok=2)
-    return WithLoss(transformers.Qwen2MoeForCausalLM(config), checkpointing)
+    return built
 
 
 def switch(checkpointing: str) -> nn.Module:
     """Return a T5 with stacked experts, some of which get more tokens than their capacity."""
-    sizes = {"d_model": WIDTH, "d_ff": 48, "d_kv": 8, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4}
-    experts = {"num_experts": 4, "expert_capacity": 3, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}
-    config = transformers.SwitchTransformersConfig(
-        **sizes,
-        **experts,
-        vocab_size=VOCABULARY,
-        dropout_rate=0.0,
-        router_jitter_noise=0.0,
-        decoder_start_token_id=0,
-        pad_token_id=0,
-    )
-    model = transformers.SwitchTransformersForConditionalGeneration(config)
+    model = tiny.switch(capacity=3, vocab_size=VOCABULARY)
     stack_experts(model)
     return WithLoss(model, checkpointing)
+
+
+QWEN3 = causal("qwen3", head_dim=8)
+"""Its norms of queries and keys get hooks on their gradients from transformers."""
+QWEN2_MOE = causal(
+    "qwen2_moe", moe_intermediate_size=16, shared_expert_intermediate_size=24, num_experts=8, num_experts_per_tok=2
+)
+"""Has experts, and one that all tokens share."""
 
 
 def split_by_plan(model: nn.Module, meshes: Meshes) -> None:
@@ -252,17 +246,17 @@ MODELS: dict[str, MeshModel] = {
     "decoder, sequences": MeshModel(Decoder, split_decoder(sequences=True), tp=2),
     "decoder, losses": MeshModel(Decoder, split_decoder(losses=True), tp=2, context=loss_parallel),
     "decoder, both": MeshModel(Decoder, split_decoder(sequences=True, losses=True), tp=2, context=loss_parallel),
-    "llama": MeshModel(llama, split_by_plan, tp=2),
-    "llama tied": MeshModel(lambda way: llama(way, tied=True), split_by_plan, tp=2),
-    "qwen3": MeshModel(qwen3, split_by_plan, tp=2),
-    "mixtral, sliced experts": MeshModel(mixtral, split_by_plan, tp=2),
-    "mixtral": MeshModel(mixtral, split_by_plan, ep=4),
-    "mixtral, idle": MeshModel(lambda way: mixtral(way, idle=True), split_by_plan, ep=4),
-    "mixtral, copies": MeshModel(mixtral, split_by_plan, ep=2),
-    "qwen2_moe": MeshModel(qwen2_moe, split_by_plan, ep=4),
+    "llama": MeshModel(causal("llama"), split_by_plan, tp=2),
+    "llama tied": MeshModel(causal("llama", tie_word_embeddings=True), split_by_plan, tp=2),
+    "qwen3": MeshModel(QWEN3, split_by_plan, tp=2),
+    "mixtral, sliced experts": MeshModel(mixtral(), split_by_plan, tp=2),
+    "mixtral": MeshModel(mixtral(), split_by_plan, ep=4),
+    "mixtral, idle": MeshModel(mixtral(idle=True), split_by_plan, ep=4),
+    "mixtral, copies": MeshModel(mixtral(), split_by_plan, ep=2),
+    "qwen2_moe": MeshModel(QWEN2_MOE, split_by_plan, ep=4),
     "switch": MeshModel(switch, split_by_plan, ep=4),
-    "mixtral, tensors and experts": MeshModel(mixtral, split_by_plan, tp=2, ep=4),
-    "mixtral, idle tensors and experts": MeshModel(lambda way: mixtral(way, idle=True), split_by_plan, tp=2, ep=4),
-    "qwen2_moe, tensors and experts": MeshModel(qwen2_moe, split_by_plan, tp=2, ep=4),
+    "mixtral, tensors and experts": MeshModel(mixtral(), split_by_plan, tp=2, ep=4),
+    "mixtral, idle tensors and experts": MeshModel(mixtral(idle=True), split_by_plan, tp=2, ep=4),
+    "qwen2_moe, tensors and experts": MeshModel(QWEN2_MOE, split_by_plan, tp=2, ep=4),
 }
 """Models by name. `ep=2` with four processes: each expert is on two of them."""

@@ -10,6 +10,7 @@ import gc
 import json
 import multiprocessing
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -229,11 +230,46 @@ def wait(processes: Sequence[Any], seconds: float = WITHIN_S) -> list[Ended]:
 
 def run(size: int, function: Callable[..., None], seconds: float = WITHIN_S, **options: Any) -> list[Ended]:
     """Run `function` in `size` ranks, and assert that each succeeds within `seconds`."""
+    return _run(size, function, options, seconds)
+
+
+def _run(size: int, function: Callable[..., None], options: dict[str, Any], seconds: float = WITHIN_S) -> list[Ended]:
     ended = wait(start(size, function, options), seconds)
     for rank, result in enumerate(ended):
         how = "did not end in time" if result.code is None else f"ended with {result.code}"
         assert result.code == 0, f"rank {rank} of {size} {how}:\n{result.text[-6000:]}"
     return ended
+
+
+def in_processes(size: int | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test of a function that runs in each of `size` processes, which have joined.
+
+    Its parameters are those of the test, as JSON values; paths become text.
+
+    Args:
+        size: Number of processes. Default None: the test's parameter `size`.
+    """
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        @wraps(function)
+        def test(**options: Any) -> None:
+            values = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
+            _run(size or values["size"], test, values)
+
+        test.in_rank = joined(function)  # type: ignore[attr-defined]
+        return test
+
+    return decorate
+
+
+def check_ended(ended: Sequence[Ended], codes: Sequence[int]) -> None:
+    """Assert the exit codes."""
+    assert [result.code for result in ended] == list(codes), "\n".join(result.text[-3000:] for result in ended)
+
+
+def die() -> None:
+    """End this process as the system's out-of-memory killer would."""
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def run_rank(module: str, name: str, options: str) -> None:
@@ -248,7 +284,8 @@ def run_rank(module: str, name: str, options: str) -> None:
     setattr(importlib.import_module(module_of_choice), measured, rates.fixed())
     warnings.simplefilter("error")
     torch.set_num_threads(1)
-    getattr(importlib.import_module(module), name)(**json.loads(options))
+    function = getattr(importlib.import_module(module), name)
+    getattr(function, "in_rank", function)(**json.loads(options))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """Processes that join through one store, which outlives them as that of torchrun's agent does."""
 
-import os
-import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from toys import layers, mean_square
+from toys import layers, mean_square, outcome
 
 import patrickstar as ps
 
@@ -46,30 +44,20 @@ def start(port: int, size: int, function: Any, options: dict[str, Any], chosen: 
     return ranks.start(len(env), function, options, env=env, port=port)
 
 
-def check_ended(ended: Sequence[ranks.Ended], codes: Sequence[int]) -> None:
-    """Assert the exit codes."""
-    assert [result.code for result in ended] == list(codes), "\n".join(result.text[-3000:] for result in ended)
-
-
 def run(port: int, size: int, function: Any, options: dict[str, Any]) -> list[ranks.Ended]:
     """Run processes to a successful end."""
     ended = ranks.wait(start(port, size, function, options))
-    check_ended(ended, [0] * size)
+    ranks.check_ended(ended, [0] * size)
     return ended
-
-
-def die() -> None:
-    """End this process as the system's out-of-memory killer would."""
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Model(nn.Module):
     """Model with dropout, and a buffer that differs between processes."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 16, count: int = 3) -> None:
         super().__init__()
-        self.layers = layers(16, 3, lambda: nn.Dropout(0.2))
-        self.norm = nn.BatchNorm1d(16)
+        self.layers = layers(width, count, lambda: nn.Dropout(0.2))
+        self.norm = nn.BatchNorm1d(width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return mean_square(self.norm(self.layers(x)))
@@ -98,7 +86,7 @@ def train(folder: str, steps: int, die_at: int = 0) -> None:
         if step == die_at and rank == size - 1 and not saved:
             while not Path(folder, "run", f"step-{step // 2 * 2 - 2}").exists():
                 time.sleep(0.01)
-            die()
+            ranks.die()
         optimizer.step()
         optimizer.zero_grad()
         mean = engine.average(loss.item())
@@ -107,11 +95,15 @@ def train(folder: str, steps: int, die_at: int = 0) -> None:
                 log.write(f"{step} {mean.hex()}\n")
         if step % 2 == 0:
             checkpoints.save(engine, step, {"step": step}, wait=False)
-    states = optimizer.state_dict()["state"]
-    values = [*engine.state_dict().values(), *(state[key] for state in states.values() for key in sorted(state))]
+    end = digest(engine)
     engine.close()
     if rank == 0:
-        Path(folder, "end").write_text(sha256(b"".join(value.numpy().tobytes() for value in values)).hexdigest())
+        Path(folder, "end").write_text(end)
+
+
+def digest(engine: ps.Engine) -> str:
+    """Return a digest of the parameters, buffers and optimizer states, the same in each process."""
+    return sha256(b"".join(value.contiguous().view(-1).numpy().tobytes() for value in outcome(engine))).hexdigest()
 
 
 def losses(folder: Path) -> dict[int, set[str]]:

@@ -50,9 +50,8 @@ def compare_boxes(seed: int, count: int) -> None:
         assert torch.equal(found, local), case
 
 
-@ranks.joined
-def refuse_dtensors() -> None:
-    """Create engines with DTensors that chunks can't hold; runs in each process."""
+@ranks.in_processes(2)
+def test_dtensors_that_chunks_cannot_hold_are_refused():
     mesh = ranks.mesh(a=2)
     layer = nn.Linear(4, 4)
     part = torch.zeros(3, 4)
@@ -68,7 +67,3 @@ def refuse_dtensors() -> None:
 
 def test_boxes_of_random_dtensors():
     ranks.run(4, compare_boxes, seed=random.randrange(1 << 30), count=200)
-
-
-def test_dtensors_that_chunks_cannot_hold_are_refused():
-    ranks.run(2, refuse_dtensors)

@@ -2,6 +2,7 @@
 
 import random
 import resource
+import shutil
 import warnings
 from pathlib import Path
 
@@ -97,12 +98,11 @@ def resume(folder: str, seeds: list[int], same: bool, replicas: int = 1) -> None
         assert found["drawn"] == 2
         assert found["rank"] in (0, rank)
         saved, expected = torch.load(f"{folder}/expected-{seed}-{found['rank']}")
+        testing.assert_same_bits(saved, outcome(engine), "saved state")
         if not same:
-            testing.assert_same_bits(saved, outcome(engine), "saved state")
             engine.save(f"{folder}/again-{seed}", {"drawn": 2, "rank": found["rank"]})
         else:
             assert found["rank"] == rank
-            testing.assert_same_bits(saved, outcome(engine), "saved state")
             found = train(engine, batches_of(rank, seed)[2:]) + outcome(engine)
             testing.assert_same_bits(expected, found, "results after the resume")
         engine.close()
@@ -122,16 +122,30 @@ def test_as_many_processes_resume_with_the_same_bits(checkpoints):
     ranks.run(2, resume, folder=str(checkpoints), seeds=SEEDS, same=True)
 
 
+def keep_saved_again(folder: Path, seeds: list[int]) -> None:
+    """Let checkpoints that were saved after loading take the place of those that were loaded."""
+    for seed in seeds:
+        shutil.rmtree(folder / str(seed))
+        (folder / f"again-{seed}").rename(folder / str(seed))
+
+
 @pytest.mark.parametrize("size", [1, 3])
 def test_other_numbers_of_processes_load_the_whole_state(checkpoints, size, tmp_path):
-    for path in checkpoints.iterdir():
-        (tmp_path / path.name).symlink_to(path)
+    shutil.copytree(checkpoints, tmp_path, dirs_exist_ok=True)
     ranks.run(size, resume, folder=str(tmp_path), seeds=SEEDS, same=False)
     # The checkpoints that these processes saved are complete as well.
-    for seed in SEEDS:
-        (tmp_path / str(seed)).unlink()
-        (tmp_path / f"again-{seed}").rename(tmp_path / str(seed))
+    keep_saved_again(tmp_path, SEEDS)
     ranks.run(1, resume, folder=str(tmp_path), seeds=[seed for seed in SEEDS if seed % 2 == 0], same=False)
+
+
+@pytest.mark.slow
+def test_checkpoints_cross_meshes(tmp_path):
+    seeds = ranks.seeds(3, 1)
+    ranks.run(4, save_and_go_on, folder=str(tmp_path), seeds=seeds, replicas=2)
+    ranks.run(4, resume, folder=str(tmp_path), seeds=seeds, same=True, replicas=2)
+    for size, replicas in [(4, 1), (1, 1), (4, 4), (2, 2)]:  # each loads what the one before has saved
+        ranks.run(size, resume, folder=str(tmp_path), seeds=seeds, same=False, replicas=replicas)
+        keep_saved_again(tmp_path, seeds)
 
 
 class Broken:

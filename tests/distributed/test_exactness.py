@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from toys import Shape, train
 
 import patrickstar as ps
 from patrickstar import testing
+from patrickstar._distributed import gloo_collectives
 from patrickstar._distributed.process_group import World
 from patrickstar._engine.engine import Engine
 
@@ -98,9 +100,10 @@ def everything_evicted(seeds: list[int], replicas: int = 1) -> None:
         compare(world, shape.build, config, script, seed, replicas, mesh=mesh, **options)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_everything_evicted_at_every_access(size):
-    ranks.run(size, everything_evicted, seeds=ranks.seeds(24 // size))
+def in_small_pieces(**options: Any) -> None:
+    """Train with reductions of many pieces; runs in each process."""
+    gloo_collectives.PAGE_BYTES = 2048
+    everything_evicted(**options)
 
 
 @ranks.joined
@@ -123,9 +126,10 @@ def any_budget(seeds: list[int], replicas: int = 1) -> None:
         compare(world, shape.build, config, script, seed, replicas, mesh=mesh, meter=Waves(wave_bytes))
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_any_budget_of_each_process(size):
-    ranks.run(size, any_budget, seeds=ranks.seeds(24 // size, 100))
+def train_short(data: list[Any], short: bool, accumulation: int, trainer: Any) -> list[torch.Tensor]:
+    if isinstance(trainer, Engine) and short:
+        reduce_early(trainer)
+    return train(trainer, data, accumulation=accumulation, reduce_once=True)
 
 
 @ranks.joined
@@ -136,16 +140,7 @@ def without_room(seeds: list[int]) -> None:
         shape, config, world = random_shape(draw), random_config(draw), World(CPU)
         print(f"seed {seed}: {shape}, {config!r}", flush=True)
         data = [(torch.randint(0, 11, (2, 4), generator=torch.Generator().manual_seed(world.rank)),)] * 6
-
-        short, accumulation = (world.rank + seed) % 2 == 0, draw.choice([1, 3])
-
-        def script(
-            trainer: Any, data: list[Any] = data, short: bool = short, accumulation: int = accumulation
-        ) -> list[torch.Tensor]:
-            if isinstance(trainer, Engine) and short:
-                reduce_early(trainer)
-            return train(trainer, data, accumulation=accumulation, reduce_once=True)
-
+        script = partial(train_short, data, (world.rank + seed) % 2 == 0, draw.choice([1, 3]))
         compare(world, shape.build, config, script, seed, meter=testing.NoMeter())
 
 
@@ -153,16 +148,11 @@ def test_chunks_that_are_reduced_before_they_are_complete():
     ranks.run(3, without_room, seeds=ranks.seeds(9))
 
 
-@ranks.joined
-def delayed() -> None:
-    """Ask for delayed updates; runs in each process."""
+@ranks.in_processes(2)
+def test_delayed_updates_are_refused():
     config = ps.Config(device="cpu", update=ps.Delayed())
     with pytest.raises(ps.errors.ConfigError, match="one process only, and 2 processes share"):
         Engine(Shape(("mlp",)).build, config, world=World(CPU))
-
-
-def test_delayed_updates_are_refused():
-    ranks.run(2, delayed)
 
 
 class Branches(nn.Module):
@@ -227,42 +217,40 @@ def branches(seeds: list[int], replicas: int = 1) -> None:
         compare(world, Branches, config, script, seed, replicas, mesh=mesh, **options)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_processes_with_different_loops(size):
-    ranks.run(size, branches, seeds=ranks.seeds(24 // size, 200))
-
-
 def test_processes_that_all_wait_for_memory():
     """Each waits for the reduction of a chunk of which another has not all gradients yet."""
     ranks.run(3, branches, seeds=[30_024])
 
 
-@ranks.joined
-def unexpected_gradients() -> None:
+@ranks.in_processes(4)
+def test_gradients_that_the_last_step_does_not_lead_to_expect():
     """Use a parameter on one rank that it did not use in the last step, after others in its chunk; on all ranks."""
     world = World(CPU)
-    first = [[2, 3], [4, 3, 2]] if world.rank == 0 else [[2, 3, 4], [2, 3, 4]]
-
-    def script(trainer: Any) -> list[torch.Tensor]:
-        seen = []
-        for step, path in enumerate(first * 3):
-            loss = trainer(torch.tensor([[world.rank, 4, step]]), path)
-            trainer.backward(loss)
-            trainer.optimizer.step()
-            trainer.optimizer.zero_grad()
-            seen.append(loss.detach().clone())
-        return seen
-
+    paths = [[2, 3], [4, 3, 2]] if world.rank == 0 else [[2, 3, 4], [2, 3, 4]]
+    data = [(torch.tensor([[world.rank, 4, step]]), path) for step, path in enumerate(paths * 3)]
     config = ps.Config(device="cpu", precision="fp32", chunk_size=1024, optimizer=ps.AdamW(lr=1e-2))
-    compare(world, Branches, config, script, 0, meter=testing.NoMeter())
+    compare(world, Branches, config, lambda trainer: train(trainer, data), 0, meter=testing.NoMeter())
 
 
-def test_gradients_that_the_last_step_does_not_lead_to_expect():
-    ranks.run(4, unexpected_gradients)
+FUNCTIONS = [everything_evicted, in_small_pieces, any_budget, branches]
+
+
+@pytest.mark.parametrize(
+    "function, size, replicas",
+    [
+        *((function, size, 1) for function in (everything_evicted, any_budget, branches) for size in (2, 4)),
+        (everything_evicted, 4, 2),
+        (any_budget, 4, 4),
+        (in_small_pieces, 2, 2),
+        (branches, 2, 2),
+    ],
+)
+def test_bits_of_the_reference(function, size, replicas):
+    ranks.run(size, function, seeds=ranks.seeds(24 // size, 100 * FUNCTIONS.index(function)), replicas=replicas)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("function", [everything_evicted, any_budget, branches])
-def test_many_more_cases(function, size):
-    ranks.run(size, function, seeds=list(range(10_000 * size, 10_000 * size + 30)))
+@pytest.mark.parametrize("size, replicas", [(2, 1), (3, 1), (4, 1), (2, 2), (4, 2), (4, 4)])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_many_more_cases(function, size, replicas):
+    ranks.run(size, function, seeds=list(range(10_000 * size, 10_000 * size + 30)), replicas=replicas)

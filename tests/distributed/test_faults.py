@@ -3,8 +3,9 @@
 import os
 import re
 import signal
-import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -13,14 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from probes import collectives_of
-from toys import Shape, layers, mean_square
+from toys import Shape, layers, train
 
 import patrickstar as ps
 from patrickstar import testing
 from patrickstar._distributed import deadlock_watch
 from patrickstar._distributed.process_group import World
 from patrickstar._engine.engine import Engine
-from patrickstar.errors import ConfigError, PatrickStarError
+from patrickstar.errors import PatrickStarError
 
 from . import ranks
 from .test_exactness import mesh_of
@@ -44,8 +45,12 @@ def step(engine, optimizer) -> None:
     optimizer.zero_grad()
 
 
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+@contextmanager
+def printed_error() -> Iterator[None]:
+    """Print the error that is raised in a process."""
+    with pytest.raises(PatrickStarError) as caught:
+        yield
+    print(f"{caught.typename}: {caught.value}")
 
 
 def killed(where: str, rank: int, size: int, disk: str, replicas: int = 1) -> None:
@@ -54,7 +59,7 @@ def killed(where: str, rank: int, size: int, disk: str, replicas: int = 1) -> No
 
     def dying_build():
         if is_victim and where == "start":
-            die()
+            ranks.die()
         return (LARGE if disk else SHAPE).build()
 
     options = {"device_memory": 20000, "host_memory": 760000, "disk": ps.Disk(disk)} if disk else {}
@@ -66,10 +71,10 @@ def killed(where: str, rank: int, size: int, disk: str, replicas: int = 1) -> No
     optimizer = engine.optimizer
     step(engine, optimizer)
     if is_victim and where in ("all_gather", "reduce_scatter", "hierarchical_reduce_scatter"):
-        setattr(collectives_of(engine), where, lambda *args, **options: die())
+        setattr(collectives_of(engine), where, lambda *args, **options: ranks.die())
     engine.backward(engine(ids(rank)))
     if is_victim and where == "step":
-        die()
+        ranks.die()
     optimizer.step()
     while True:
         step(engine, optimizer)
@@ -79,14 +84,14 @@ def ends_before_the_groups() -> None:
     """End rank 1 after it joined the default group, before the engine's own groups; runs in each process."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=10))
     if dist.get_rank() == 1:
-        die()
+        ranks.die()
     build()
 
 
 def test_a_process_ends_before_the_groups_of_the_engine():
     ended = ranks.wait(ranks.start(2, ends_before_the_groups))
-    assert ended[1].code == -signal.SIGKILL
-    assert ended[0].code == 1 and "PeerError: another process ended at the start" in ended[0].text
+    ranks.check_ended(ended, [1, -signal.SIGKILL])
+    assert "PeerError: another process ended at the start" in ended[0].text
 
 
 @pytest.mark.parametrize(
@@ -103,10 +108,9 @@ def test_a_process_ends_before_the_groups_of_the_engine():
 def test_a_process_is_killed(where, rank, size, disk, replicas, tmp_path):
     options = {"where": where, "rank": rank, "size": size, "disk": str(tmp_path) if disk else "", "replicas": replicas}
     ended = ranks.wait(ranks.start(size, killed, options))
-    assert ended[rank].code == -signal.SIGKILL, "\n".join(result.text[-3000:] for result in ended)
+    ranks.check_ended(ended, [-signal.SIGKILL if other == rank else 1 for other in range(size)])
     for other, result in enumerate(ended):
         if other != rank:
-            assert result.code == 1, f"rank {other} ended with {result.code}:\n{result.text[-3000:]}"
             # A process that has ended because of it may be named, too.
             assert re.search(rf"PeerError: .*\brank {rank} \(process", result.text), result.text[-3000:]
     assert not list(tmp_path.iterdir()), "a file is left"
@@ -125,12 +129,8 @@ def different(difference: str) -> None:
     if difference == "world":
         dist.init_process_group("gloo")
         os.environ["WORLD_SIZE"] = "3"
-    try:
+    with printed_error():
         ps.initialize(shape.build, ps.Config(**{"device": "cpu", "chunk_size": 512} | options))
-    except ConfigError as error:
-        print(error)
-        return
-    sys.exit("nothing was raised")
 
 
 @pytest.mark.parametrize(
@@ -152,16 +152,12 @@ def deviate(call: str) -> None:
     engine, optimizer = build()
     step(engine, optimizer)
     other = engine.world.rank == 1
-    try:
+    with printed_error():
         if call == "close" and other:
             engine.close()
         elif call == "clip" and other:
             engine.clip_grad_norm_(1.0)
         step(engine, optimizer)
-    except PatrickStarError as error:
-        print(f"{type(error).__name__}: {error}")
-        return
-    sys.exit("nothing was raised")
 
 
 @pytest.mark.parametrize(
@@ -202,15 +198,8 @@ def short_of_memory() -> None:
     config = ps.Config(device="cpu", precision="fp32", chunk_size="16KiB", optimizer=ps.SGD(momentum=0.9), **memory)
     build = partial(layers, 64, 4, bias=False)
     engine = Engine(build, config, meter=testing.NoMeter(), evict_everything=True, world=world)
-    for _ in range(2):
-        try:
-            for _ in range(2):
-                engine.backward(mean_square(engine(torch.ones(2, 64))))
-            engine.optimizer.step()
-        except PatrickStarError as error:
-            print(f"{type(error).__name__}: {error}")
-            return
-    sys.exit("nothing was raised")
+    with printed_error():
+        train(engine, [(torch.ones(2, 64),)] * 4, accumulation=2)
 
 
 def test_a_process_without_memory_ends_all_processes():

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from habits.registry import Tied, batch, mean_square
+from habits.registry import batch, build, mean_square
 
 import patrickstar as ps
 from patrickstar.errors import TrainingError
@@ -16,15 +16,8 @@ from . import ranks
 from .test_exactness import mesh_of
 
 
-def build() -> Tied:
-    torch.manual_seed(0)
-    return Tied()
-
-
-def started(precision: str, replicas: int = 1) -> ps.Engine:
+def started(precision: str, replicas: int) -> ps.Engine:
     options = {"precision": precision, "optimizer": ps.EMA(ps.AdamW(lr=1e-2), decay=0.9)}
-    if replicas > 1:
-        dist.init_process_group("gloo")
     engine, _ = ps.initialize(build, ps.Config(device="cpu", chunk_size=1024, **options), mesh=mesh_of(replicas))
     return engine
 
@@ -45,8 +38,8 @@ def same_everywhere(tensors: list[torch.Tensor]) -> None:
     assert_same_bits(others[:1] * len(others), others, "the other process's")
 
 
-def gradients(precision: str, replicas: int = 1) -> None:
-    """Read, clip and write gradients; runs in each process."""
+def gradients(precision: str, replicas: int) -> None:
+    """Read, clip and write gradients."""
     engine = started(precision, replicas)
     params = list(engine.parameters())
     assert all(p.grad is None for p in params)
@@ -65,10 +58,11 @@ def gradients(precision: str, replicas: int = 1) -> None:
         params[0].grad = torch.ones_like(params[0])
     engine.optimizer.step()
     same_everywhere(list(engine.state_dict().values()))
+    engine.close()
 
 
-def saving(precision: str, folder: str, replicas: int = 1) -> None:
-    """Save and load the module's state; runs in each process."""
+def saving(precision: str, folder: str, replicas: int) -> None:
+    """Save and load the module's state."""
     engine = started(precision, replicas)
     for step in range(2):
         backward(engine, step)
@@ -95,11 +89,14 @@ def saving(precision: str, folder: str, replicas: int = 1) -> None:
         same_everywhere([engine(batch(9))])
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_gradients(precision):
-    ranks.run(2, gradients, precision=precision)
+@ranks.joined
+def habits(precision: str, folder: str, replicas: int) -> None:
+    """Use gradients, then save and load; runs in each process."""
+    gradients(precision, replicas)
+    saving(precision, folder, replicas)
 
 
+@pytest.mark.parametrize("size, replicas", [(2, 1), (4, 2)])
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_saving(precision, tmp_path):
-    ranks.run(2, saving, precision=precision, folder=str(tmp_path))
+def test_gradients_and_saving(precision, size, replicas, tmp_path):
+    ranks.run(size, habits, precision=precision, folder=str(tmp_path), replicas=replicas)

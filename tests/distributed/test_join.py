@@ -17,7 +17,7 @@ from patrickstar._distributed.roster import RosterAgreement
 from patrickstar.errors import ConfigError, PeerError
 
 from . import ranks
-from .restarts import agent_store, check_ended, die, environment, losses, run, start, train
+from .restarts import agent_store, environment, losses, run, start, train
 
 STEPS = 6
 
@@ -48,9 +48,9 @@ def test_a_run_goes_on_after_a_kill(folders):
         # The agent of the other machine starts its process at once, while rank 0 finds out.
         second = start(port, 2, train, options(killed), [1])
         ended = ranks.wait(first)
-        check_ended(ended, [1, -signal.SIGKILL])
+        ranks.check_ended(ended, [1, -signal.SIGKILL])
         assert "PeerError: rank 1 (process" in ended[0].text
-        check_ended(ranks.wait([*start(port, 2, train, options(killed), [0]), *second]), [0, 0])
+        ranks.check_ended(ranks.wait([*start(port, 2, train, options(killed), [0]), *second]), [0, 0])
     ranks.run(2, train, **options(expected))
     check_same_run(folders)
 
@@ -58,7 +58,8 @@ def test_a_run_goes_on_after_a_kill(folders):
 def test_a_run_goes_on_with_fewer_processes(folders):
     killed, expected = folders
     with agent_store() as port:
-        check_ended(ranks.wait(start(port, 3, train, options(killed, die_at=4))), [1, 1, -signal.SIGKILL])
+        ended = ranks.wait(start(port, 3, train, options(killed, die_at=4)))
+        ranks.check_ended(ended, [1, 1, -signal.SIGKILL])
         run(port, 2, train, options(killed))
         run(port, 3, train, options(expected, steps=2))
         run(port, 2, train, options(expected))
@@ -72,7 +73,7 @@ def join_and_die_before_the_engine(last_words: str) -> None:
     """End rank 1 between the two calls; runs in each process."""
     ps.join()
     if dist.get_rank() == 1 and last_words:
-        die()
+        ranks.die()
     ps.initialize(lambda: layers(4, 1), ps.Config(device="cpu"))
 
 
@@ -82,10 +83,10 @@ def test_a_process_ends_before_the_engine_is_created():
         first[1].wait(ranks.WITHIN_S)
         second = start(port, 2, join_and_die_before_the_engine, {"last_words": ""}, [1])
         ended = ranks.wait(first)
-        check_ended(ended, [1, -signal.SIGKILL])
+        ranks.check_ended(ended, [1, -signal.SIGKILL])
         assert "PeerError: rank 1 ended and was restarted while rank 0 waited for it" in ended[0].text
         second += start(port, 2, join_and_die_before_the_engine, {"last_words": ""}, [0])
-        check_ended(ranks.wait(second), [0, 0])
+        ranks.check_ended(ranks.wait(second), [0, 0])
 
 
 def join_alone(rank: int, timeout: float) -> None:
@@ -129,8 +130,8 @@ def test_joining_twice(first):
     ranks.run(1, several_calls, first=first)
 
 
-def without_launcher() -> None:
-    """Join a group of one; runs in a process without a launcher's variables."""
+@ranks.in_processes(1)
+def test_one_process_without_a_launcher():
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
         del os.environ[name]
     ps.join()
@@ -142,12 +143,8 @@ def without_launcher() -> None:
         optimizer.step()
 
 
-def test_one_process_without_a_launcher():
-    ranks.run(1, without_launcher)
-
-
-def invalid() -> None:
-    """Call with values that cannot be used; runs in one process."""
+@ranks.in_processes(1)
+def test_variables_that_can_not_be_used():
     with pytest.raises(ConfigError, match="timeout=0"):
         ps.join(0)
     for rank, size in (("2", "2"), ("-1", "2"), ("one", "2"), ("0", "many")):
@@ -158,10 +155,6 @@ def invalid() -> None:
     with pytest.raises(ConfigError, match="one of 2 processes, but it can't join the others"):
         ps.join()
     assert not dist.is_initialized()
-
-
-def test_variables_that_can_not_be_used():
-    ranks.run(1, invalid)
 
 
 def leave_open() -> None:
@@ -177,7 +170,7 @@ def leave_open() -> None:
 def test_a_finished_script_ends_with_code_0():
     # New interpreters, since forked ranks do not end as a script does.
     processes = ranks.start(2, leave_open, before=[["env"], ["env"]])
-    check_ended(ranks.wait(processes), [0, 0])
+    ranks.check_ended(ranks.wait(processes), [0, 0])
 
 
 def connect_to_a_process_that_ended() -> None:
@@ -200,4 +193,4 @@ def connect_to_a_process_that_ended() -> None:
 def test_a_process_ends_before_the_others_connect():
     with agent_store() as port:
         processes = ranks.start(1, connect_to_a_process_that_ended, env=[environment(0, 2)], port=port)
-        check_ended(ranks.wait(processes), [0])
+        ranks.check_ended(ranks.wait(processes), [0])

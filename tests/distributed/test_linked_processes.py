@@ -193,16 +193,11 @@ def test_a_thousand_runs_without_a_deadlock(first):
     ranks.run(4, many_runs, 3600, seeds=list(range(first, first + 100)), sizes=SIZES, compared=first == 1000)
 
 
-def other_branch() -> None:
-    """Take a branch in one of two processes that operators link; runs in each process."""
-    dist.init_process_group("gloo")
+@ranks.in_processes(2)
+def test_a_branch_in_one_of_two_linked_processes_is_an_error():
     mesh = ranks.mesh(dp=1, tp=2)
     config = ps.Config(device="cpu", precision="bf16", chunk_size=1024, device_memory=60_000)
     engine = Engine(lambda: model(3, mesh["tp"], None), config, world=World(CPU), mesh=mesh["dp"])
     ids = torch.zeros(1, 3, dtype=torch.long)
     with pytest.raises(PeerError, match=r"are linked by operators|none can go on|closed its engine"):
         engine(ids, {0} if dist.get_rank() else set(), ids[0])
-
-
-def test_a_branch_in_one_of_two_linked_processes_is_an_error():
-    ranks.run(2, other_branch)

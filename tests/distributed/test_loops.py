@@ -3,6 +3,7 @@
 import random
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -126,13 +127,14 @@ def scripts(names: list[str], replicas: int = 1) -> None:
         compare(World(CPU), build, config, script, seed, replicas, mesh=mesh, **options)
 
 
-def test_unusual_loops():
-    ranks.run(2, scripts, names=list(SCRIPTS))
+@pytest.mark.parametrize("size, replicas", [(2, 1), (2, 2), pytest.param(4, 2, marks=pytest.mark.slow)])
+def test_unusual_loops(size, replicas):
+    ranks.run(size, scripts, names=list(SCRIPTS), replicas=replicas)
 
 
-@ranks.joined
-def two_engines() -> None:
-    """Train a student with a teacher whose chunks only one process evicts; runs in each process."""
+@ranks.in_processes(2)
+def test_two_engines():
+    """Train a student with a teacher whose chunks only one process evicts."""
     world = World(CPU)
     config = ps.Config(device="cpu", chunk_size=1200, optimizer=ps.AdamW(lr=1e-2))
     torch.manual_seed(1)
@@ -161,10 +163,6 @@ def two_engines() -> None:
             teacher(ids(teacher))  # while the other process waits for it in `close`
     teacher.close()
     assert world.closed
-
-
-def test_two_engines():
-    ranks.run(2, two_engines)
 
 
 @ranks.joined
@@ -203,5 +201,6 @@ def from_disk(seeds: list[int], folder: str, replicas: int = 1, more_bytes: int 
         assert engines
 
 
-def test_masters_and_states_on_disk(tmp_path):
-    ranks.run(2, from_disk, seeds=ranks.seeds(2), folder=str(tmp_path))
+@pytest.mark.parametrize("replicas, more_bytes", [(1, 0), pytest.param(2, 232_000, marks=pytest.mark.slow)])
+def test_masters_and_states_on_disk(tmp_path, replicas, more_bytes):
+    ranks.run(2, from_disk, seeds=ranks.seeds(2), folder=str(tmp_path), replicas=replicas, more_bytes=more_bytes)

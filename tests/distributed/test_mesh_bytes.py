@@ -6,6 +6,7 @@ from laws.models import Waves
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from toys import inputs, train
 
 import patrickstar as ps
 from patrickstar import testing
@@ -39,9 +40,10 @@ def build(mesh: DeviceMesh) -> nn.Module:
     return nn.Sequential(*(Layer(mesh) for _ in range(LAYERS)))
 
 
-@ranks.joined
-def count_bytes(tp: int) -> None:
-    """Count the bytes of a step; runs in each of four processes. `tp`: 2 for tensor parallelism, 1 for experts."""
+@pytest.mark.parametrize("tp", [2, 1])
+@ranks.in_processes(4)
+def test_a_step_holds_and_sends_the_bytes_of_the_formula(tp):
+    """`tp`: 2 for tensor parallelism, 1 for experts."""
     grid = ranks.mesh(dp=4 // tp, tp=tp)
     divided_over = grid["tp"] if tp > 1 else ranks.mesh(ep=4)
     plain, own = LAYERS * 2 * WIDTH * WIDTH, LAYERS * 2 * WIDTH * WIDTH // divided_over.size()
@@ -54,11 +56,7 @@ def count_bytes(tp: int) -> None:
         batches = engine.data_size
         assert engine.layout.model_data_bytes == 14 * plain // batches + 14 * own // shares
         assert engine.layout.padding_bytes == 0
-        inputs = torch.randn(3, WIDTH)
-        for _ in range(4):
-            engine.backward(engine(inputs).pow(2).mean())
-            engine.optimizer.step()
-            engine.optimizer.zero_grad()
+        train(engine, inputs(4, WIDTH))
         last = engine.stats.last
         sent = 2 * plain * (batches - 1) // batches + 2 * own * (shares - 1) // shares
         assert last.reduced_bytes == sent, (last, sent)
@@ -68,8 +66,3 @@ def count_bytes(tp: int) -> None:
         limit_bytes = 2 * max(chunk.compute_bytes for chunk in engine.layout.chunks)
         config = config.model_copy(update={"device_memory": limit_bytes})
         engine.close(keep=False)
-
-
-@pytest.mark.parametrize("tp", [2, 1])
-def test_a_step_holds_and_sends_the_bytes_of_the_formula(tp):
-    ranks.run(4, count_bytes, tp=tp)

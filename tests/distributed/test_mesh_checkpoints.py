@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import toys
 from safetensors.torch import load_file
 from sampling import nightly
 from torch.distributed.tensor import DTensor
@@ -53,15 +54,8 @@ def engine_of(place: Place, precision: str, seed: int, disk: str | None = None, 
 
 def train(engine: Engine, steps: range) -> list[torch.Tensor]:
     """Train some steps of the run, with the batches of this process."""
-    losses = []
-    for step in steps:
-        generator = torch.Generator().manual_seed(100 * step + engine.data_rank)
-        loss = engine(torch.randint(0, TOKENS, (2, 8), generator=generator))
-        engine.backward(loss)
-        engine.optimizer.step()
-        engine.optimizer.zero_grad()
-        losses.append(loss.detach())
-    return losses
+    generators = (torch.Generator().manual_seed(100 * step + engine.data_rank) for step in steps)
+    return toys.train(engine, [(torch.randint(0, TOKENS, (2, 8), generator=each),) for each in generators])
 
 
 def snapshot(engine: Engine) -> dict[str, Any]:
@@ -163,10 +157,9 @@ def test_a_run_moves_between_meshes(tmp_path):
 def test_any_mesh_loads_any_other(tmp_path):
     by_size = {size: [name for name, place in PLACES.items() if place.size == size] for size in (1, 2, 4)}
     pairs = [[name, precision] for name in PLACES for precision in OPTIMIZERS]
-    for size, names in by_size.items():
-        ranks.run(size, write_all, folder=str(tmp_path), names=names, precisions=list(OPTIMIZERS))
-    for size, names in by_size.items():
-        ranks.run(size, resume_all, folder=str(tmp_path), names=names, pairs=pairs)
+    for function, options in ((write_all, {"precisions": list(OPTIMIZERS)}), (resume_all, {"pairs": pairs})):
+        for size, names in by_size.items():
+            ranks.run(size, function, folder=str(tmp_path), names=names, **options)
 
 
 @ranks.joined
@@ -194,21 +187,25 @@ def test_states_on_disk_move_between_meshes(tmp_path):
         first += len(names)
 
 
-@ranks.joined
-def use_other_formats(folder: str) -> None:
-    """Exchange states of DTensor models as whole tensors, as DTensors, and by other programs; in each process."""
+def whole(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+@ranks.in_processes(2)
+def test_states_and_exports_of_dtensor_models(tmp_path):
+    """Exchange states of DTensor models as whole tensors, as DTensors, and by other programs."""
     place = PLACES["tp2"]
     engine = engine_of(place, "bf16", 1)
     train(engine, range(2))
     state, states = engine.state_dict(), engine.optimizer.state_dict()
     shapes = {name: param.shape for name, param in engine.named_parameters()}
     assert all(type(state[name]) is torch.Tensor and state[name].shape == shape for name, shape in shapes.items())
-    checkpoints = ps.Checkpoints(f"{folder}/run")
+    checkpoints = ps.Checkpoints(f"{tmp_path}/run")
     assert checkpoints.save(engine, 2)
-    engine.save_pretrained(f"{folder}/model")
-    stored = load_file(f"{folder}/model/model.safetensors")
+    engine.save_pretrained(f"{tmp_path}/model")
+    stored = load_file(f"{tmp_path}/model/model.safetensors")
     testing.assert_same_bits(state, {name: stored[name] for name in state}, "exported tensors")
-    reader = CheckpointReader(f"{folder}/run/step-2")
+    reader = CheckpointReader(f"{tmp_path}/run/step-2")
     testing.assert_same_bits(state, {name: reader.tensor(f"model.{name}") for name in state}, "saved tensors")
     expected = snapshot(engine)["shared"]
     engine.close()
@@ -226,27 +223,22 @@ def use_other_formats(folder: str) -> None:
     model = build()
     engine = engine_of(place, "bf16", 4)
     engine.load_state_dict(model.state_dict())
-    whole = {
-        name: (value.full_tensor() if isinstance(value, DTensor) else value)
-        for name, value in model.state_dict().items()
-    }
     found = engine.state_dict()
-    frozen = "up.bias"
-    assert all(torch.equal(found[name], whole[name].to(found[name].dtype)) for name in whole), frozen
+    for name, value in model.state_dict().items():
+        assert torch.equal(found[name], whole(value).to(found[name].dtype)), name
     engine.close()
 
     # PyTorch's own planners, which can't load `_StridedShard`
     values = {name: value for name, value in model.state_dict().items() if name != "gated.packed"}
-    dcp.load({"model": values}, storage_reader=CheckpointReader(f"{folder}/run/step-2"))
+    dcp.load({"model": values}, storage_reader=CheckpointReader(f"{tmp_path}/run/step-2"))
     for name, value in values.items():
-        loaded = value.full_tensor() if isinstance(value, DTensor) else value
-        assert torch.equal(loaded, state[name].to(loaded.dtype)), name
+        assert torch.equal(whole(value), state[name].to(value.dtype)), name
 
     # A parameter that was frozen when the checkpoint was saved begins with zero states.
     engine = engine_of(place, "bf16", 5, frozen=False)
     assert checkpoints.load(engine) == {}
     moments = engine.optimizer.state_dict()["state"]
-    position = list(shapes).index(frozen)
+    position = list(shapes).index("up.bias")
     assert position not in moments
     train(engine, range(1))
     assert engine.optimizer.state_dict()["state"][position]["step"] == 1
@@ -258,8 +250,4 @@ def use_other_formats(folder: str) -> None:
         checkpoints.load(engine)
     engine.close()
     world.close()
-
-
-def test_states_and_exports_of_dtensor_models(tmp_path):
-    ranks.run(2, use_other_formats, folder=str(tmp_path))
     assert sorted(path.name for path in Path(tmp_path).iterdir()) == ["model", "run"]

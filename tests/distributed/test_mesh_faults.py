@@ -1,8 +1,8 @@
 """Meshes and models that are refused in all processes, and processes that end inside an operator's collective."""
 
-import os
 import re
 import signal
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from toys import train
 
 import patrickstar as ps
 from patrickstar.errors import ConfigError, ModelError, PatrickStarError
@@ -20,20 +21,10 @@ from . import ranks
 CONFIG = ps.Config(device="cpu", precision="fp32", chunk_size=512)
 
 
-class Pair(nn.Module):
-    """Two layers that tensor parallelism cuts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.down(torch.relu(self.up(inputs))).pow(2).sum()
-
-
 def pair(mesh=None) -> nn.Module:
+    """Return two layers, which tensor parallelism cuts over the mesh, if there is one."""
     torch.manual_seed(0)
-    model = Pair()
+    model = nn.Sequential(OrderedDict(up=nn.Linear(8, 16), relu=nn.ReLU(), down=nn.Linear(16, 8)))
     if mesh is not None:
         parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     return model
@@ -48,9 +39,8 @@ def refused(error: type[PatrickStarError], text: str, model: nn.Module, mesh=Non
     assert dict(model.named_parameters()) == before
 
 
-def refusals() -> None:
-    """Pass what can't be trained; runs in each of four processes."""
-    ps.join()
+@ranks.in_processes(4)
+def test_refusals_name_what_is_wrong_in_every_process():
     rank = dist.get_rank()
     whole, grid = ranks.mesh(dp=4), ranks.mesh(dp=2, tp=2)
     wrapped = pair()
@@ -93,36 +83,28 @@ def unlike(grid) -> nn.Module:
     return model
 
 
-def test_refusals_name_what_is_wrong_in_every_process():
-    ranks.run(4, refusals)
-
-
 def ends_inside_a_collective(where: str) -> None:
     """Kill one process in the forward or backward of a tensor-parallel layer; runs in each process."""
     ps.join()
     grid = ranks.mesh(dp=2, tp=2)
-    engine, optimizer = ps.initialize(pair(grid["tp"]), CONFIG, mesh=grid["dp"])
+    engine, _ = ps.initialize(pair(grid["tp"]), CONFIG, mesh=grid["dp"])
     inputs = torch.ones(2, 8)
-    engine.backward(engine(inputs))
-    optimizer.step()
+    train(engine, [(inputs,)])
     if dist.get_rank() == 1:
-        kill = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731 (a hook returns nothing)
         if where == "forward":
-            engine.module.down.register_forward_pre_hook(kill)
+            engine.module.down.register_forward_pre_hook(lambda *_: ranks.die())
         else:
             inputs.requires_grad_()
-            engine.module.down.register_full_backward_pre_hook(kill)
+            engine.module.down.register_full_backward_pre_hook(lambda *_: ranks.die())
     while True:
-        engine.backward(engine(inputs))
-        optimizer.step()
+        train(engine, [(inputs,)])
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_process_that_dies_inside_an_operators_collective_is_named(where):
     ended = ranks.wait(ranks.start(4, ends_inside_a_collective, {"where": where}))
-    assert ended[1].code == -signal.SIGKILL
+    ranks.check_ended(ended, [1, -signal.SIGKILL, 1, 1])
     for rank in (0, 2, 3):
-        assert ended[rank].code == 1, ended[rank].text[-3000:]
         # Rank 0 hosts the store, so that the others may find it ended, too.
         named = re.search(r"PeerError: .*rank 1 \(process \d+ on [^)]*\).* ended", ended[rank].text)
         assert named is not None, ended[rank].text[-3000:]

@@ -2,15 +2,20 @@
 
 import copy
 import io
+import time
+import warnings
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from toys import train
 
 import patrickstar as ps
 from patrickstar import testing
@@ -50,20 +55,14 @@ def build(mesh: DeviceMesh) -> nn.Module:
     return Net(mesh)
 
 
-def habits() -> None:
-    """Use a managed model as users do; runs in each of four processes."""
-    ps.join()
+@ranks.in_processes(4)
+def test_habits_with_dtensors():
     grid, rank = ranks.mesh(dp=2, tp=2), dist.get_rank()
     config = ps.Config(device="cpu", precision="bf16", chunk_size=512, optimizer=ps.AdamW(lr=1e-2))
     extreme = {"evict_everything": True, "poison": True, "meter": testing.NoMeter()}
     engine = Engine(lambda: build(grid["tp"]), config, world=World(torch.device("cpu")), mesh=grid["dp"], **extreme)
     inputs = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(engine.data_rank)).bfloat16()
-    for _ in range(2):
-        loss = engine(inputs)
-        engine.backward(loss)
-        engine.optimizer.step()
-        engine.optimizer.zero_grad()
-    assert torch.isfinite(loss)
+    assert torch.isfinite(torch.stack(train(engine, [(inputs,)] * 2))).all()
     module, whole = engine.module, engine.state_dict()
     assert module.head.item() == rank % 2, "processes keep buffers of their own"
 
@@ -92,29 +91,15 @@ def habits() -> None:
     assert torch.isfinite(module.down.weight.full_tensor()).all()
 
 
-def test_habits_with_dtensors():
-    ranks.run(4, habits)
-
-
-def slow_write(folder: str) -> None:
-    """Save by torch.distributed.checkpoint in one process, while the other waits for it; runs in each of two."""
-    import time
-    import warnings
-    from unittest import mock
-
-    import torch.distributed.checkpoint as dcp
-
-    ps.join()
+@pytest.mark.slow
+@ranks.in_processes(2)
+def test_a_slow_write_in_one_process_is_no_deadlock(tmp_path):
+    """Save by torch.distributed.checkpoint in one process, while the other waits for it."""
     torch.manual_seed(0)
     engine, _ = ps.initialize(nn.Linear(8, 8), ps.Config(device="cpu", precision="fp32"))
     if dist.get_rank() == 0:
         with mock.patch("os.fsync", lambda _: time.sleep(14)), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about a save of a single process
-            dcp.save({"x": torch.zeros(4)}, checkpoint_id=Path(folder) / "one", no_dist=True)
+            dcp.save({"x": torch.zeros(4)}, checkpoint_id=Path(tmp_path) / "one", no_dist=True)
     engine.backward(engine(torch.ones(2, 8)).sum())
     engine.optimizer.step()
-
-
-@pytest.mark.slow
-def test_a_slow_write_in_one_process_is_no_deadlock(tmp_path):
-    ranks.run(2, slow_write, folder=str(tmp_path))

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import patrickstar as ps
 from patrickstar import testing
-from patrickstar.integrations._meshes import Meshes, meshes
+from patrickstar.integrations._meshes import Meshes
 
 from . import ranks
 from .mesh_models import CHECKPOINTING, MODELS, Batch, batch
@@ -85,13 +85,10 @@ def compare(name: str, way: str, built: Meshes, max_norm: float | None) -> None:
 @ranks.joined
 def cases(chosen: list[tuple[str, str]]) -> None:
     """Compare models with ways of checkpointing; runs in each of four processes."""
-    built: dict[tuple[int, int], Meshes] = {}
     for number, (name, way) in enumerate(chosen):
-        model, max_norm = MODELS[name], (None, 0.1)[number % 2]
-        if (model.tp, model.ep) not in built:
-            built[model.tp, model.ep] = meshes(model.sizes(), "cpu")
+        max_norm = (None, 0.1)[number % 2]
         print(f"{name}, {way}: max_norm {max_norm}", flush=True)
-        compare(name, way, built[model.tp, model.ep], max_norm)
+        compare(name, way, MODELS[name].meshes(), max_norm)
 
 
 def test_meshes_equal_one_process():
@@ -104,14 +101,11 @@ def test_meshes_equal_one_process():
 @ranks.joined
 def same_bits(chosen: list[tuple[str, str, str, str]]) -> None:
     """Train in lower precision, and compare what processes have in common; runs in each of four processes."""
-    built: dict[tuple[int, int], Meshes] = {}
     for name, way, precision, reduce_dtype in chosen:
         print(f"{name}, {way}, {precision}, reduced in {reduce_dtype}", flush=True)
-        model = MODELS[name]
-        if (model.tp, model.ep) not in built:
-            built[model.tp, model.ep] = meshes(model.sizes(), "cpu")
+        model, built = MODELS[name], MODELS[name].meshes()
         config = CONFIG.model_copy(update={"precision": precision, "reduce_dtype": reduce_dtype})
-        trainer = MeshTrainer(model.parallel(built[model.tp, model.ep], way), config, built[model.tp, model.ep].data)
+        trainer = MeshTrainer(model.parallel(built, way), config, built.data)
         batches = [batch(number, trainer.data_rank) for number in range(4)]
         with model.context():
             seen = toys.train(trainer, batches, accumulation=2, max_norm=0.1, reduce_once=True)

@@ -17,7 +17,7 @@ import patrickstar as ps
 from patrickstar import testing
 from patrickstar._distributed.process_group import World
 from patrickstar._engine.engine import Engine
-from patrickstar.integrations._meshes import Meshes, meshes
+from patrickstar.integrations._meshes import Meshes
 
 from . import ranks
 from .mesh_models import CHECKPOINTING, MODELS, batch
@@ -104,14 +104,11 @@ def cases(chosen: list[tuple[str, str, str, int]], compared: Sequence[str] = ("e
     `compared`: kinds in which each measurement is compared with what the processes decide by; takes several times as
     long.
     """
-    world, built = World(CPU), {}
+    world = World(CPU)
     world.users += 1  # keeps the process groups for the next engine
     for name, way, kind, seed in chosen:
-        model = MODELS[name]
-        if (model.tp, model.ep) not in built:
-            built[model.tp, model.ep] = meshes(model.sizes(), "cpu")
         with equal_device_bytes() if kind in compared else nullcontext():
-            compare(name, way, built[model.tp, model.ep], seed, world, **KINDS[kind](100 * seed + world.rank))
+            compare(name, way, MODELS[name].meshes(), seed, world, **KINDS[kind](100 * seed + world.rank))
     world.users -= 1
     world.close()
 

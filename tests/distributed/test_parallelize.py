@@ -12,9 +12,8 @@ from . import ranks
 from .mesh_models import MODELS, batch
 
 
-@ranks.joined
-def several() -> None:
-    """Run the cases one after the other; runs in each of four processes."""
+@ranks.in_processes(4)
+def test_processes_with_plans():
     built = meshes(MeshSizes(4, 2, 4), "cpu")
     other_weights(built)
     memory(built)
@@ -44,7 +43,3 @@ def evaluation(built) -> None:
     ids, labels = batch(0, built.data.get_local_rank())
     with torch.no_grad():
         torch.testing.assert_close(model.eval()(ids, labels), whole.eval()(ids, labels))
-
-
-def test_processes_with_plans():
-    ranks.run(4, several)

@@ -16,7 +16,8 @@ from patrickstar.errors import ConfigError
 from . import ranks
 
 
-def choices() -> None:
+@ranks.in_processes(2)
+def test_two_processes_agree():
     world = World.find(torch.device("cpu"))
     with pytest.MonkeyPatch.context() as patch:
         # Rank 0 finds fp32 faster; the other one does not measure, since it would take the cores of rank 0.
@@ -31,7 +32,3 @@ def choices() -> None:
     asked = ps.Config(device="cpu", precision="auto" if dist.get_rank() == 0 else "bf16")
     with pytest.raises(ConfigError, match="processes differ in precision: rank 0 has 'auto', rank 1 has 'bf16'"):
         ps.initialize(layers(8, 2), asked)
-
-
-def test_two_processes_agree():
-    ranks.run(2, choices)

@@ -11,7 +11,7 @@ import patrickstar as ps
 from patrickstar._cli import train as command
 
 from . import ranks
-from .restarts import agent_store, check_ended, die, start
+from .restarts import agent_store, start
 from .test_cli import losses, main, options
 
 STEPS = 6
@@ -25,7 +25,7 @@ def main_until(arguments: list[str], folder: str, victim: int, step: int, saved:
         if number == step and int(os.environ["RANK"]) == victim:
             while saved and saved != [path.name for path in ps.Checkpoints(given.save_to).all()]:
                 time.sleep(0.01)
-            die()
+            ranks.die()
         return run_step(given, engine, batches, number)
 
     command._step = die_in_step
@@ -41,13 +41,13 @@ def killed(port, folder, words, size, victim, step, *saved):
     """Run the command until a process is killed."""
     call = {"arguments": words, "folder": str(folder), "victim": victim, "step": step, "saved": saved}
     ended = ranks.wait(start(port, size, main_until, call))
-    check_ended(ended, [-signal.SIGKILL if rank == victim else 2 for rank in range(size)])
+    ranks.check_ended(ended, [-signal.SIGKILL if rank == victim else 2 for rank in range(size)])
 
 
 def finished(port, folder, words, size, code=0):
     """Run the command to the end; return what it prints."""
     ended = ranks.wait(start(port, size, main, {"arguments": words, "folder": str(folder)}))
-    check_ended(ended, [code] * size)
+    ranks.check_ended(ended, [code] * size)
     return "".join(result.text for result in ended)
 
 
@@ -93,5 +93,5 @@ def test_checkpoints_of_another_launch_are_not_resumed(tmp_path):
     words = arguments(tmp_path, "run", 2)
     with agent_store() as port:
         ended = ranks.wait(ranks.start(2, main, {"arguments": words, "folder": str(tmp_path)}))
-        check_ended(ended, [0, 0])  # without torchrun
+        ranks.check_ended(ended, [0, 0])  # without torchrun
         assert "has checkpoints of an earlier run (step-6)" in finished(port, tmp_path, words, 2, code=2)

@@ -48,13 +48,6 @@ class Agent:
         """Return the groups of all matches."""
         return re.findall(pattern, self.text)
 
-    def wait_for(self, pattern: str) -> None:
-        """Wait until a line matches."""
-        deadline = time.monotonic() + ranks.WITHIN_S
-        while not self.find(pattern):
-            assert self.process.poll() is None and time.monotonic() < deadline, f"no {pattern!r} in:\n{self.text}"
-            time.sleep(0.01)
-
     def processes(self) -> list[int]:
         """Return the IDs of the training processes that it has started last, by local rank."""
         return [int(pid) for pid in self.find(r"is process (\d+)")][-2:]
@@ -66,6 +59,16 @@ class Agent:
         finally:
             self.process.kill()
             self.process.wait()
+
+
+def wait_for_one(agents: list[Agent], pattern: str) -> list[Agent]:
+    """Wait until one agent has printed a line that matches; return it."""
+    deadline = time.monotonic() + ranks.WITHIN_S
+    while not (found := [agent for agent in agents if agent.find(pattern)]):
+        run = any(agent.process.poll() is None for agent in agents)
+        assert run and time.monotonic() < deadline, "\n\n".join(agent.text for agent in agents)
+        time.sleep(0.01)
+    return found
 
 
 def example(arguments: list[str]) -> None:
@@ -109,7 +112,7 @@ def test_a_process_is_killed(options, victim, tmp_path):
     elif options[-1] == "--rdzv-endpoint":
         options = [*options, f"127.0.0.1:{ranks.free_port()}"]
     agent = Agent(tmp_path / "killed", *options, "--nproc-per-node", 2, "--max-restarts", 2)
-    agent.wait_for(rf"step {KILLED_IN} ")
+    wait_for_one([agent], rf"step {KILLED_IN} ")
     os.kill(agent.processes()[victim], signal.SIGKILL)
     agent.end()
     assert len(agent.find(r"resumed from step (?:5|10)\b")) == 1, agent.text
@@ -130,15 +133,6 @@ def test_a_process_of_one_of_two_agents_is_killed(backend, tmp_path):
     for agent in agents:
         agent.end()
     check_same_run("\n".join(agent.text for agent in agents), without_kills(tmp_path / "expected", 4))
-
-
-def wait_for_one(agents, pattern):
-    """Wait until one agent has printed a line that matches; return it."""
-    deadline = time.monotonic() + ranks.WITHIN_S
-    while not (found := [agent for agent in agents if agent.find(pattern)]):
-        assert time.monotonic() < deadline, "\n\n".join(agent.text for agent in agents)
-        time.sleep(0.01)
-    return found
 
 
 @pytest.fixture
@@ -174,7 +168,7 @@ def test_one_of_two_agents_is_killed(victim, elastic, tmp_path):
 def test_an_agent_is_added(elastic, tmp_path):
     env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # without it the agents of PyTorch 2.13 wait for each other
     agents = [Agent(tmp_path / "grown", *elastic, pause=1, **env)]
-    agents[0].wait_for("step 7 ")  # after the first checkpoint
+    wait_for_one(agents, "step 7 ")  # after the first checkpoint
     agents.append(Agent(tmp_path / "grown", *elastic, pause=0, **env))
     for agent in agents:
         agent.end()

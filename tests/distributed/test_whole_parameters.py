@@ -1,13 +1,12 @@
 """Several processes and optimizers that need whole parameters, one owner for each, or have states of one byte."""
 
 import random
+from functools import partial
 
 import pytest
-import torch
 from laws.test_whole_parameters import OPTIMIZERS, Model
 from laws.tiers import inputs
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from toys import train
 
@@ -18,7 +17,7 @@ from patrickstar._engine.engine import Engine
 from patrickstar.errors import ConfigError
 
 from . import ranks
-from .reference import AveragingTrainer
+from .test_exactness import CPU, compare
 
 CASES = OPTIMIZERS | {"AdamW, 8-bit": ps.AdamW8bit(lr=1e-2, weight_decay=0.1)}
 
@@ -27,7 +26,7 @@ CASES = OPTIMIZERS | {"AdamW, 8-bit": ps.AdamW8bit(lr=1e-2, weight_decay=0.1)}
 def whole(seeds: list[int]) -> None:
     """Train with matrices that are larger than a chunk, and that are not; runs in each process."""
     for seed in seeds:
-        draw, world = random.Random(seed), World(torch.device("cpu"))
+        draw, world = random.Random(seed), World(CPU)
         name = sorted(CASES)[seed % len(CASES)]
         config = ps.Config(
             device="cpu",
@@ -38,16 +37,8 @@ def whole(seeds: list[int]) -> None:
         loop = draw.choice([{}, {"max_norm": 0.1}, {"accumulation": 2}])
         print(f"seed {seed}: {name}, {config!r}, {loop}", flush=True)
         batches = [tuple(tensor * (1 + world.rank) for tensor in batch) for batch in inputs(4)]
-        torch.manual_seed(seed)
-        reference = AveragingTrainer(Model, config)
-        expected = train(reference, batches, **loop)
-        torch.manual_seed(seed)
-        hooks = {"meter": testing.NoMeter(), "poison": True, "evict_everything": draw.random() < 0.5}
-        engine = Engine(Model, config, world=world, **hooks)
-        testing.assert_same_bits(expected, train(engine, batches, **loop), "losses and norms")
-        testing.assert_same_bits(reference.state_dict(), engine.state_dict(), "parameters")
-        testing._assert_same_states(reference.optimizer.state_dict(), engine.optimizer.state_dict())
-        engine.close()
+        hooks = {"meter": testing.NoMeter(), "evict_everything": draw.random() < 0.5}
+        compare(world, Model, config, partial(train, data=batches, **loop), seed, **hooks)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -55,10 +46,9 @@ def test_bits_of_plain_pytorch(size):
     ranks.run(size, whole, seeds=ranks.seeds(24 // size))
 
 
-@ranks.joined
-def owners() -> None:
-    """Check who owns the matrices; runs in each process."""
-    world = World(torch.device("cpu"))
+@ranks.in_processes(2)
+def test_matrices_have_one_owner_each_and_are_shared_out_evenly():
+    world = World(CPU)
     config = ps.Config(device="cpu", chunk_size=1000, optimizer=ps.Muon())
     engine = Engine(Model, config, world=world, meter=testing.NoMeter())
     own = {param.name: param.numel for param in engine.inspect().parameters}
@@ -70,29 +60,10 @@ def owners() -> None:
     engine.close()
 
 
-def test_matrices_have_one_owner_each_and_are_shared_out_evenly():
-    ranks.run(2, owners)
-
-
-class Split(nn.Module):
-    """One matrix, sharded over all processes by its rows."""
-
-    def __init__(self, mesh: DeviceMesh) -> None:
-        super().__init__()
-        self.layer = parallelize_module(nn.Linear(8, 8), mesh, ColwiseParallel())
-
-
-@ranks.joined
-def sharded() -> None:
-    """Ask for Muon where matrices are DTensors; runs in each process."""
-    mesh = ranks.mesh(dp=1, tp=2)
-    with pytest.raises(ConfigError, match=r"Muon updates whole parameters, and processes hold parts of 'layer.weight'"):
-        ps.initialize(Split(mesh["tp"]), ps.Config(device="cpu", optimizer=use_muon()), mesh=mesh["dp"])
-
-
-def use_muon() -> ps.Muon:
-    return ps.Muon(param_groups=lambda model: [{"params": list(model.parameters())[:1], "use_muon": True}])
-
-
+@ranks.in_processes(2)
 def test_matrices_that_a_mesh_shards_are_refused_by_name():
-    ranks.run(2, sharded)
+    mesh = ranks.mesh(dp=1, tp=2)
+    model = nn.ModuleDict({"layer": parallelize_module(nn.Linear(8, 8), mesh["tp"], ColwiseParallel())})
+    muon = ps.Muon(param_groups=lambda model: [{"params": list(model.parameters())[:1], "use_muon": True}])
+    with pytest.raises(ConfigError, match=r"Muon updates whole parameters, and processes hold parts of 'layer.weight'"):
+        ps.initialize(model, ps.Config(device="cpu", optimizer=muon), mesh=mesh["dp"])
