@@ -17,7 +17,7 @@ from rich.console import Console
 from safetensors.torch import save_file
 
 from patrickstar import StepStats
-from patrickstar._cli.progress import Progress
+from patrickstar._cli.console import Progress
 from patrickstar._cli.time_limit import TimeLimit
 from patrickstar._cli.train import learning_rate_factor
 from patrickstar._engine.run_log import RunLog, StepRecord
@@ -108,16 +108,19 @@ def test_lock_free_updates_are_replayed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("words", "says"),
     [
+        (["--disk-capacity", "1GiB"], "--disk-capacity 1GiB requires --disk"),
+        (["--disk", "nowhere"], "directory nowhere can't be used: No such file or directory; create it"),
+        (["--disk", ".", "--disk-capacity", "much"], "Disk: capacity: 'much' is not a size"),
         (("--delay-from", 2, "--lock-free-from", 2), "--delay-from and --lock-free-from exclude each other"),
         (("--replay", "log", "--lock-free-from", 2), "--lock-free-from and --replay exclude each other"),
         (("--update-log", "log"), "requires --lock-free-from"),
         (("--replay", "no such log"), "can't be read"),
     ],
 )
-def test_options_of_late_updates_that_can_not_be_used(arguments: Any, says: str) -> None:
-    assert_told(train(*arguments), says)
+def test_options_that_can_not_be_used(words: Any, says: str) -> None:
+    assert_told(train("--steps", 1, *words), says)
 
 
 def test_accumulated_batches_are_one_larger_batch() -> None:
@@ -197,30 +200,14 @@ def test_progress_is_plain_lines_in_a_file_and_a_bar_in_a_terminal() -> None:
             progress.show(replace(RECORD, stats=stats))
             progress.show(replace(RECORD, step=4, stats=stats))
         shown = out.getvalue()
-        figures = "loss 2.5000  1,024 tokens/s  device 0 B and 0 B of 1.00 GiB  host 3.00 MiB  disk 5.00 MiB  moved 0 B"
+        figures = "loss 2.5000  1,024 tokens/s  device 0 B + 0 B of 1.00 GiB  host 3.00 MiB  disk 5.00 MiB  moved 0 B"
         assert f"{figures}  waiting 20%" in shown
         assert ("\x1b" in shown) is terminal
         # A file gets whole lines, a terminal a bar that is drawn over; both get the time that is left.
         assert shown.count(f"step  3/10  {figures}") == (0 if terminal else 1)
         assert "0:00:04 left" in shown and "0:00:03 left" in shown
         assert ("step 1 is running" in shown) is terminal  # before the first one has ended
-
-
-def test_quiet_progress_shows_nothing() -> None:
-    for terminal in (False, True):
         out = io.StringIO()
         with Progress(Console(file=out, force_terminal=terminal), 10, 2**30, TimeLimit(None), quiet=True) as progress:
             progress.show(RECORD)
         assert out.getvalue() == ""
-
-
-@pytest.mark.parametrize(
-    ("more", "says"),
-    [
-        (["--disk-capacity", "1GiB"], "--disk-capacity 1GiB requires --disk"),
-        (["--disk", "nowhere"], "directory nowhere can't be used: No such file or directory; create it"),
-        (["--disk", ".", "--disk-capacity", "much"], "--disk-capacity: 'much' is not a size"),
-    ],
-)
-def test_wrong_options_of_the_disk_are_told(more: list[str], says: str) -> None:
-    assert_refused(train("--steps", 1, *more), says)

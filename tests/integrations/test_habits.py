@@ -2,9 +2,9 @@
 
 import json
 
+import lightning
 import peft
 import pytest
-import safetensors.torch
 import torch
 from torch import nn
 from transformers import GPT2LMHeadModel
@@ -13,6 +13,7 @@ import patrickstar as ps
 from patrickstar.errors import ModelError
 from patrickstar.testing import assert_same_bits
 
+from .test_lightning import trainer
 from .trainers import gpt2
 
 pytestmark = [
@@ -33,7 +34,7 @@ def trained(model, **options) -> ps.Engine:
 
 @pytest.mark.parametrize("shard", ["5GB", "20KB"])
 def test_save_pretrained_of_the_module(shard, tmp_path):
-    engine = trained(gpt2)
+    engine = trained(gpt2, precision="bf16")
     engine.module.save_pretrained(tmp_path, max_shard_size=shard)
     assert len(list(tmp_path.glob("*.safetensors"))) > 1 or shard == "5GB"
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "float32"
@@ -63,17 +64,10 @@ def adapted() -> nn.Module:
     return peft.get_peft_model(gpt2(), peft.LoraConfig(r=4, target_modules=["c_attn"]))
 
 
-def test_adapters_are_saved_by_their_own_method_and_refused_by_the_engine(tmp_path):
-    engine = trained(adapted)
+def test_adapters_are_refused_by_the_engines_method(tmp_path):
+    """Their own saves them in full precision: test_peft.py."""
     with pytest.raises(ModelError, match=r"PeftModel\w* has PEFT adapters.*engine\.module\.save_pretrained"):
-        engine.save_pretrained(tmp_path / "engine")
-    engine.module.save_pretrained(tmp_path / "adapters")
-    saved = safetensors.torch.load_file(tmp_path / "adapters" / "adapter_model.safetensors")
-    full = {name.replace(".default", ""): value for name, value in engine.state_dict().items() if "lora" in name}
-    assert_same_bits(full, saved, "adapters")
-    loaded = peft.PeftModel.from_pretrained(gpt2(), tmp_path / "adapters")
-    found = {name: value for name, value in loaded.state_dict().items() if "lora" in name}
-    assert_same_bits({name: engine.state_dict()[name] for name in found}, found, "loaded adapters")
+        trained(adapted).save_pretrained(tmp_path / "engine")
 
 
 def test_a_merged_model_loads_in_transformers(tmp_path):
@@ -86,24 +80,25 @@ def test_a_merged_model_loads_in_transformers(tmp_path):
     )
 
 
-def lightning_module(precision: str) -> nn.Module:
-    import lightning
+class Untouched(lightning.LightningModule):
+    """Module of Lightning's own strategy, which knows nothing of the engine that trains its layers."""
 
-    class Model(lightning.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.layers = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 1))
+    def __init__(self, precision: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 1))
+        self.config = ps.Config(device="cpu", precision=precision, optimizer=ps.AdamW(lr=1e-2))
 
-        def training_step(self, batch: torch.Tensor) -> torch.Tensor:
-            return self.__dict__["engine"](batch).square().mean()
+    @property
+    def engine(self) -> ps.Engine:
+        return self.__dict__["made"]
 
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            config = ps.Config(device="cpu", precision=precision, optimizer=ps.AdamW(lr=1e-2))
-            self.__dict__["engine"], optimizer = ps.initialize(self.layers, config)
-            return optimizer
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.engine(batch).square().mean()
 
-    return Model()
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        self.__dict__["made"], optimizer = ps.initialize(self.layers, self.config)
+        return optimizer
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:lightning")
@@ -111,25 +106,16 @@ def lightning_module(precision: str) -> nn.Module:
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
 def test_lightning_resumes_exactly(precision, tmp_path):
-    import lightning
-
-    data = torch.utils.data.DataLoader(
-        torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0)), batch_size=None
-    )
-
-    def trainer(epochs: int) -> lightning.Trainer:
-        off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-        return lightning.Trainer(max_epochs=epochs, accelerator="cpu", devices=1, default_root_dir=tmp_path, **off)
-
-    whole, first, second = (lightning_module(precision) for _ in range(3))
-    trainer(3).fit(whole, data)
-    stopped = trainer(1)
+    inputs = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0))
+    data = torch.utils.data.DataLoader(inputs, batch_size=None)
+    whole, first, second = (Untouched(precision) for _ in range(3))
+    trainer("auto", tmp_path, max_epochs=3).fit(whole, data)
+    stopped = trainer("auto", tmp_path)
     stopped.fit(first, data)
     stopped.save_checkpoint(tmp_path / "one.ckpt")
-    trainer(3).fit(second, data, ckpt_path=tmp_path / "one.ckpt", weights_only=False)
+    trainer("auto", tmp_path, max_epochs=3).fit(second, data, ckpt_path=tmp_path / "one.ckpt", weights_only=False)
     states = [
-        model.__dict__["engine"].state_dict()
-        | {"moments": model.__dict__["engine"].optimizer.state_dict()["state"][0]["exp_avg"]}
+        model.engine.state_dict() | {"moments": model.engine.optimizer.state_dict()["state"][0]["exp_avg"]}
         for model in (whole, second)
     ]
     assert_same_bits(*states, "the resumed run")

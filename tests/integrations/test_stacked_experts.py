@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import transformers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -11,26 +10,14 @@ from patrickstar import testing
 from patrickstar.errors import ConfigError, ModelError
 from patrickstar.integrations.transformers import parallelize, stack_experts
 
+from . import tiny
 from .fake_processes import fake_processes
 from .tiny import llama, small_chunks
 
-VOCABULARY = 64
 
-
-def switch(capacity=64, **more):
-    sizes = {"d_model": 16, "d_ff": 32, "d_kv": 8, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 2}
-    experts = {"num_experts": 4, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}
-    config = transformers.SwitchTransformersConfig(
-        **sizes,
-        **experts,
-        **{"dropout_rate": 0.0, "router_jitter_noise": 0.0} | more,
-        expert_capacity=capacity,
-        vocab_size=VOCABULARY,
-        decoder_start_token_id=0,
-        pad_token_id=0,
-    )
+def switch(capacity=64, **options):
     torch.manual_seed(0)
-    return transformers.SwitchTransformersForConditionalGeneration(config).train()
+    return tiny.switch(capacity, **options).train()
 
 
 def stacked(**options):
@@ -40,7 +27,7 @@ def stacked(**options):
 
 
 def batch(seed=0):
-    ids = torch.randint(1, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(seed))
+    ids = torch.randint(1, tiny.VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(seed))
     return {"input_ids": ids, "labels": ids.flip(-1)}
 
 
@@ -67,15 +54,14 @@ def test_the_function_and_its_gradients_stay(capacity):
 def test_experts_have_dropout():
     model = stacked(dropout_rate=0.5)
     experts = model.encoder.block[1].layer[1].mlp.experts
-    assert (experts.dropout.p, experts.num_experts, experts.wi.shape) == (0.5, 4, (4, 32, 16))
+    assert (experts.dropout.p, experts.num_experts, experts.wi.shape) == (0.5, 4, (4, 48, 32))
     index, weights = torch.zeros(3, 1, dtype=torch.long), torch.ones(3, 1)
-    first, second = (experts.forward(torch.ones(3, 16), index, weights) for _ in range(2))
+    first, second = (experts.forward(torch.ones(3, 32), index, weights) for _ in range(2))
     assert not torch.equal(first, second)
 
 
 def test_training_in_chunks_is_exact():
-    config = small_chunks("bf16")
-    testing.assert_exact(stacked, [batch(0), batch(1)], config)
+    testing.assert_exact(stacked, [batch(0), batch(1)], small_chunks("bf16"))
 
 
 def test_meta_parameters_and_frozen_ones_stay_so():

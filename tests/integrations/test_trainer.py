@@ -14,7 +14,6 @@ from patrickstar.errors import BudgetError, ConfigError, ModelError, TrainingErr
 from patrickstar.integrations.transformers import Trainer
 from patrickstar.testing import assert_same_bits
 
-from .arguments import checkpointing
 from .trainers import (
     ADAMW,
     BUDGET,
@@ -22,12 +21,12 @@ from .trainers import (
     Protocol,
     Stressed,
     arguments,
+    checkpointing,
     close,
     create,
     gpt2,
     logged,
     same,
-    same_but_norms,
     texts,
     trained,
     weights,
@@ -75,16 +74,14 @@ def test_results_are_bitwise_those_of_the_stock_trainer(tmp_path, case):
         options = dict(max_grad_norm=100.0) | CASES[case] | given
         trainer = create(kind, folder, eval_dataset=texts(7, seed=1), **options)
         out = trainer.train()
-        predicted = trainer.predict(texts(5, seed=2))
-        best = trainer.state.best_global_step
-        found.append((logged(trainer), out.training_loss, weights(trainer), predicted, best))
+        predicted, best = trainer.predict(texts(5, seed=2)), trainer.state.best_global_step
+        found.append((logged(trainer), weights(trainer), predicted, out.training_loss, best))
         close(trainer)
-    (log, loss, state, predicted, best), (own_log, own_loss, own_state, own_predicted, own_best) = found
-    same_but_norms(log, own_log)
-    assert loss == own_loss and best == own_best
-    assert_same_bits(state, own_state, "parameters")
+    same([each[:2] for each in found])
+    (_, _, predicted, *rest), (_, _, own_predicted, *own_rest) = found
     assert np.array_equal(predicted.predictions, own_predicted.predictions)
     assert predicted.metrics["test_loss"] == own_predicted.metrics["test_loss"]
+    assert rest == own_rest
 
 
 @pytest.mark.parametrize("bf16", [False, True])
@@ -231,41 +228,23 @@ def test_fp16_overflow_skips_the_step(tmp_path):
 def test_transformers_loads_the_saved_model(tmp_path):
     trainer = create(Stressed, tmp_path, bf16=True, max_steps=2)
     trainer.train()
-    state = weights(trainer)
     trainer.save_model()
-    trainer.model.save_pretrained(tmp_path / "own")
-    trainer.model.save_pretrained(tmp_path / "pieces", max_shard_size="20KB")
-    assert len(list((tmp_path / "pieces").glob("*.safetensors"))) > 1
-    for folder in (tmp_path, tmp_path / "own", tmp_path / "pieces"):
-        loaded = GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float32)
-        assert_same_bits(state, loaded.state_dict(), folder.name)
-    trainer.engine.close()
-    trainer.model.save_pretrained(tmp_path / "after")
-    assert_same_bits(state, GPT2LMHeadModel.from_pretrained(tmp_path / "after").state_dict(), "after close")
+    loaded = GPT2LMHeadModel.from_pretrained(tmp_path, dtype=torch.float32)
+    assert_same_bits(weights(trainer), loaded.state_dict(), "the loaded model")
 
 
-REFUSED = {
-    "compiled": (dict(torch_compile=True), "torch_compile"),
-    "evaluated in bf16": (dict(bf16_full_eval=True), "bf16_full_eval"),
-    "on each node": (dict(save_on_each_node=True), "save_on_each_node"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_unsupported_arguments_are_rejected_by_name(tmp_path, case):
-    options, name = REFUSED[case]
+@pytest.mark.parametrize("name", ["torch_compile", "bf16_full_eval", "save_on_each_node"])
+def test_unsupported_arguments_are_rejected_by_name(tmp_path, name):
     with pytest.raises(ConfigError, match=name):
-        Trainer(gpt2(), arguments(tmp_path, **options), train_dataset=texts())
+        Trainer(gpt2(), arguments(tmp_path, **{name: True}), train_dataset=texts())
 
 
 def test_config_must_not_contradict_the_arguments(tmp_path):
     args = arguments(tmp_path, bf16=True)
-    with pytest.raises(ConfigError, match="leave precision out"):
-        Trainer(gpt2(), args, config=ps.Config(precision="fp32")).create_optimizer()
-    with pytest.raises(ConfigError, match="leave device out"):
-        Trainer(gpt2(), args, config=ps.Config(device="cuda")).create_optimizer()
-    trainer = Trainer(gpt2(), args, config=ps.Config(precision="bf16", device="cpu"))
-    trainer.create_optimizer()
+    for config, message in (({"precision": "fp32"}, "leave precision out"), ({"device": "cuda"}, "leave device out")):
+        with pytest.raises(ConfigError, match=message):
+            Trainer(gpt2(), args, config=ps.Config(**config)).create_optimizer()
+    Trainer(gpt2(), args, config=ps.Config(precision="bf16", device="cpu")).create_optimizer()
 
 
 def test_state_dict_names_are_checked():
@@ -310,8 +289,6 @@ def test_model_remains_usable_after_the_trainer(tmp_path):
     del trainer
     gc.collect()
     assert_same_bits(state, model.state_dict(), "parameters")
-    model.save_pretrained(tmp_path / "model")
-    assert_same_bits(state, GPT2LMHeadModel.from_pretrained(tmp_path / "model").state_dict(), "saved")
 
 
 def test_frozen_model_is_evaluated_without_optimizer_states(tmp_path):
@@ -326,8 +303,7 @@ def test_an_evaluation_ends_the_delay_of_updates(tmp_path):
     data = dict(train_dataset=texts(8), eval_dataset=texts(5))
     trainer = create(Stressed, tmp_path, config=config, **data)
     trainer.train()
-    loss = trainer.evaluate()["eval_loss"]
-    state = trainer.engine.state_dict()
+    loss, state = trainer.evaluate()["eval_loss"], weights(trainer)
     close(trainer)
     exact = create(Stressed, tmp_path, **data)
     exact.evaluate()

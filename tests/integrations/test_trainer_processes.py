@@ -13,22 +13,17 @@ from patrickstar._distributed.process_group import World
 from patrickstar.integrations.transformers import Trainer
 from patrickstar.testing import NoMeter, assert_same_bits
 
-from .trainers import BUDGET, Protocol, Shell, close, create, texts, trained, weights
+from .trainers import BUDGET, Protocol, close, create, texts, trained, weights
 
 
 class Averaging(Protocol):
     """Reference for several processes: gradients averaged in rank order, without DDP."""
 
+    reference_kind = AveragingTrainer
+
     def create_optimizer(self, model=None):
-        if self.optimizer is None:
-            optimizer = ps.AdamW(lr=self.args.learning_rate, param_groups=self.groups)
-            precision = "bf16" if self.args.patrickstar_bf16 else "fp32"
-            self.reference = AveragingTrainer(
-                self.model, ps.Config(device="cpu", precision=precision, optimizer=optimizer)
-            )
-            self.optimizer = Shell(self.reference)
-            self.accelerator.prepare_model = lambda model, **options: model
-        return self.optimizer
+        self.accelerator.prepare_model = lambda model, **options: model
+        return super().create_optimizer(model)
 
     def training_step(self, *args, **options):
         loss = super().training_step(*args, **options)

@@ -20,8 +20,7 @@ from patrickstar.integrations.transformers import Trainer
 from patrickstar.integrations.trl import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, RLOOTrainer, SFTTrainer
 from patrickstar.testing import assert_same_bits
 
-from .arguments import checkpointing
-from .trainers import DEFAULTS, Stress, close, same, trained, weights
+from .trainers import DEFAULTS, Stress, checkpointing, close, same, trained, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* is deprecated and will be removed in v6:FutureWarning")
 

@@ -54,6 +54,17 @@ def t5() -> PreTrainedModel:
     return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0))
 
 
+def switch(capacity: int, **options: Any) -> PreTrainedModel:
+    """Return a T5 with experts that take up to `capacity` tokens each."""
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4}
+    experts = {"num_experts": 4, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}
+    fixed = {"dropout_rate": 0.0, "router_jitter_noise": 0.0, "decoder_start_token_id": 0, "pad_token_id": 0}
+    config = transformers.SwitchTransformersConfig(
+        **{"vocab_size": VOCABULARY} | sizes | experts | fixed | options, expert_capacity=capacity
+    )
+    return transformers.SwitchTransformersForConditionalGeneration(config)
+
+
 MODELS: dict[str, tuple[Callable[[], PreTrainedModel], Any]] = {
     "gpt2": (gpt2, CAUSAL),
     "llama": (llama, CAUSAL),

@@ -1,5 +1,6 @@
 """Tiny models, data and Trainers for comparisons."""
 
+import dataclasses
 import inspect
 from typing import Any
 
@@ -44,6 +45,13 @@ def texts(count: int = 22, seed: int = 0) -> list[dict[str, torch.Tensor]]:
 
 def arguments(folder: Any, **options: Any) -> TrainingArguments:
     return TrainingArguments(**DEFAULTS | {"output_dir": str(folder)} | options)
+
+
+def checkpointing(enabled: bool) -> dict[str, Any]:
+    """Return the arguments of a Trainer with or without activation checkpointing, by their names in this version."""
+    names = {field.name for field in dataclasses.fields(TrainingArguments)}
+    name = "activation_checkpointing" if "activation_checkpointing" in names else "gradient_checkpointing"
+    return {name: enabled} | ({f"{name}_kwargs": {"use_reentrant": False}} if enabled else {})
 
 
 class Stress:
@@ -100,6 +108,8 @@ class Shell(torch.optim.Optimizer):
 class Protocol(transformers.Trainer):
     """Stock Trainer over ReferenceTrainer: plain tensors with the engine's precision, clipping and update rule."""
 
+    reference_kind = ReferenceTrainer
+
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
             args = self.args
@@ -108,7 +118,7 @@ class Protocol(transformers.Trainer):
                 precision="bf16" if args.patrickstar_bf16 else "fp32",
                 optimizer=ps.AdamW(lr=args.learning_rate, param_groups=self.groups),
             )
-            self.reference = ReferenceTrainer(self.model, config)
+            self.reference = self.reference_kind(self.model, config)
             self.optimizer = Shell(self.reference)
         return self.optimizer
 
