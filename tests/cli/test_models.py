@@ -158,7 +158,7 @@ def test_a_bad_config_is_named(tmp_path: Path, content: str, message: str) -> No
 
 
 def test_a_folder_gives_its_model_and_its_weights(tmp_path: Path) -> None:
-    expected = llama(tied=True)
+    expected = llama(tie_word_embeddings=True)
     expected.save_pretrained(tmp_path)
     model, weights = find_model(str(tmp_path)).open(activation_checkpointing=False)
     assert isinstance(model, nn.Module) and weights is not None

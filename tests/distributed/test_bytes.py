@@ -127,9 +127,10 @@ def record_sends(world: World) -> Counter[int]:
     return sent
 
 
-@ranks.joined
-def one_owner(seeds: list[int], replicas: int = 1) -> None:
-    """Train with chunk groups larger than the device budget; runs in each process."""
+@pytest.mark.parametrize("size, replicas", [(2, 1), (4, 1), (4, 2), pytest.param(2, 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seeds", [ranks.seeds(3)])
+@ranks.in_processes()
+def test_chunks_are_gathered_one_by_one_if_a_group_does_not_fit(size, replicas, seeds):
     mesh = mesh_of(replicas)
     shape = Shape(("mlp", "plain", "mlp"))
     for seed in seeds:
@@ -147,8 +148,3 @@ def one_owner(seeds: list[int], replicas: int = 1) -> None:
         engine.close(keep=False)
         world = World(CPU)
         compare(world, shape.build, config, script, seed, replicas, mesh=mesh, meter=testing.NoMeter())
-
-
-@pytest.mark.parametrize("size, replicas", [(2, 1), (4, 1), (4, 2), pytest.param(2, 2, marks=pytest.mark.slow)])
-def test_chunks_are_gathered_one_by_one_if_a_group_does_not_fit(size, replicas):
-    ranks.run(size, one_owner, seeds=ranks.seeds(3), replicas=replicas)

@@ -152,9 +152,8 @@ class Broken:
     """State that cannot be saved."""
 
 
-@ranks.joined
-def refusals(folder: str) -> None:
-    """Cause errors in one process; all raise them and can continue. Runs in each process."""
+@ranks.in_processes(2)
+def test_errors_are_raised_by_all_processes_and_all_can_continue(tmp_path):
     world = World(CPU)
     build, config = build_of(1)
     engine = make(build, config, world, 1)
@@ -162,29 +161,29 @@ def refusals(folder: str) -> None:
     train(engine, data[:1])
     before = outcome(engine)
     with pytest.raises(CheckpointError, match="no such folder"):
-        engine.load(f"{folder}/nothing")
+        engine.load(f"{tmp_path}/nothing")
     with pytest.raises(CheckpointError, match="Broken"):
-        engine.save(f"{folder}/broken", {"mine": Broken() if world.rank else 1})
-    engine.save(f"{folder}/good")
+        engine.save(f"{tmp_path}/broken", {"mine": Broken() if world.rank else 1})
+    engine.save(f"{tmp_path}/good")
     with pytest.raises(CheckpointError, match="exists"):
-        engine.save(f"{folder}/good")
+        engine.save(f"{tmp_path}/good")
     if world.rank == 0:
-        path = Path(folder, "good", "rank-00001.safetensors")
+        path = Path(tmp_path, "good", "rank-00001.safetensors")
         content = bytearray(path.read_bytes())
         content[-1] ^= 1
         path.write_bytes(content)
     engine.average(0.0)
     with pytest.raises(CheckpointError, match="damaged"):
-        engine.load(f"{folder}/good")
+        engine.load(f"{tmp_path}/good")
     testing.assert_same_bits(before, outcome(engine), "state before the load")
     engine.backward(engine(*data[1]))
     with pytest.raises((TrainingError, CheckpointError), match="gradient that no step has used"):
-        engine.save(f"{folder}/early")
+        engine.save(f"{tmp_path}/early")
     engine.optimizer.zero_grad()
     if world.rank == 0:
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
-    checkpoints = ps.Checkpoints(folder)
+    checkpoints = ps.Checkpoints(tmp_path)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert not checkpoints.save(engine, 1)
@@ -195,8 +194,4 @@ def refusals(folder: str) -> None:
     assert checkpoints.save(engine, 1, wait=False) and checkpoints.save(engine, 1, wait=False)
     engine.close()
     assert [path.name for path in checkpoints.all()] == ["step-1", "step-1-2"]
-
-
-def test_errors_are_raised_by_all_processes_and_all_can_continue(tmp_path):
-    ranks.run(2, refusals, folder=str(tmp_path))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["good", "step-1", "step-1-2"]
+    assert sorted(path.name for path in Path(tmp_path).iterdir()) == ["good", "step-1", "step-1-2"]

@@ -4,8 +4,6 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -21,7 +19,7 @@ from patrickstar import testing
 from patrickstar._distributed import deadlock_watch
 from patrickstar._distributed.process_group import World
 from patrickstar._engine.engine import Engine
-from patrickstar.errors import PatrickStarError
+from patrickstar.errors import ConfigError, PeerError
 
 from . import ranks
 from .test_exactness import mesh_of
@@ -43,14 +41,6 @@ def step(engine, optimizer) -> None:
     engine.backward(engine(ids(engine.world.rank)))
     optimizer.step()
     optimizer.zero_grad()
-
-
-@contextmanager
-def printed_error() -> Iterator[None]:
-    """Print the error that is raised in a process."""
-    with pytest.raises(PatrickStarError) as caught:
-        yield
-    print(f"{caught.typename}: {caught.value}")
 
 
 def killed(where: str, rank: int, size: int, disk: str, replicas: int = 1) -> None:
@@ -116,8 +106,17 @@ def test_a_process_is_killed(where, rank, size, disk, replicas, tmp_path):
     assert not list(tmp_path.iterdir()), "a file is left"
 
 
-def different(difference: str) -> None:
-    """Start with a difference in rank 1; runs in each process."""
+@pytest.mark.parametrize(
+    "difference, message",
+    [
+        ("model", r"processes differ in parameters: rank 0 has \['blocks.2.0.weight', \[8, 8\]"),
+        ("chunk_size", "processes differ in chunk_size: rank 0 has 512, rank 1 has 1024"),
+        ("version", "processes differ in the version of PyTorch"),
+        ("world", "initialised with 2 processes, and WORLD_SIZE says 3"),
+    ],
+)
+@ranks.in_processes(2)
+def test_a_process_that_differs_is_refused(difference, message):
     other = int(os.environ["RANK"]) == 1
     shape, options = SHAPE, {}
     if difference == "model" and other:
@@ -127,32 +126,17 @@ def different(difference: str) -> None:
     if difference == "version" and other:
         torch.__version__ = "1.0"
     if difference == "world":
-        dist.init_process_group("gloo")
         os.environ["WORLD_SIZE"] = "3"
-    with printed_error():
+    with pytest.raises(ConfigError, match=message):
         ps.initialize(shape.build, ps.Config(**{"device": "cpu", "chunk_size": 512} | options))
 
 
-@pytest.mark.parametrize(
-    "difference, message",
-    [
-        ("model", "processes differ in parameters: rank 0 has ['blocks.2.0.weight', [8, 8]"),
-        ("chunk_size", "processes differ in chunk_size: rank 0 has 512, rank 1 has 1024"),
-        ("version", "processes differ in the version of PyTorch"),
-        ("world", "initialised with 2 processes, and WORLD_SIZE says 3"),
-    ],
-)
-def test_a_process_that_differs_is_refused(difference, message):
-    for result in ranks.run(2, different, difference=difference):
-        assert message in result.text
-
-
-def deviate(call: str) -> None:
+def deviate(call: str, message: str) -> None:
     """Make a call in rank 1 only; runs in each process."""
     engine, optimizer = build()
     step(engine, optimizer)
     other = engine.world.rank == 1
-    with printed_error():
+    with pytest.raises(PeerError, match=message):
         if call == "close" and other:
             engine.close()
         elif call == "clip" and other:
@@ -165,8 +149,7 @@ def deviate(call: str) -> None:
     [("close", "rank 0: a step; rank 1: closing the engine"), ("clip", "rank 0: a step; rank 1: clipping")],
 )
 def test_processes_that_deviate_end_with_an_error(call, message):
-    for result in ranks.run(2, deviate, call=call):
-        assert message in result.text, result.text
+    ranks.run(2, deviate, call=call, message=message)
 
 
 def interrupted(scratch: str) -> None:
@@ -198,8 +181,9 @@ def short_of_memory() -> None:
     config = ps.Config(device="cpu", precision="fp32", chunk_size="16KiB", optimizer=ps.SGD(momentum=0.9), **memory)
     build = partial(layers, 64, 4, bias=False)
     engine = Engine(build, config, meter=testing.NoMeter(), evict_everything=True, world=world)
-    with printed_error():
+    with pytest.raises(PeerError) as caught:
         train(engine, [(torch.ones(2, 64),)] * 4, accumulation=2)
+    print(f"{caught.typename}: {caught.value}")
 
 
 def test_a_process_without_memory_ends_all_processes():

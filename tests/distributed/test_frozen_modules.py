@@ -3,6 +3,7 @@
 import random
 from functools import partial
 
+import pytest
 import torch
 from laws.test_frozen_modules import build, distill
 
@@ -15,9 +16,10 @@ from . import ranks
 from .reference import AveragingTrainer
 
 
-@ranks.joined
-def teach(seeds: list[int]) -> None:
-    """Train towards a teacher's outputs; runs in each process."""
+@pytest.mark.parametrize("seeds", [ranks.seeds(6)])
+@ranks.in_processes(2)
+def test_bits_of_plain_pytorch(seeds):
+    """Train towards a teacher's outputs."""
     for seed in seeds:
         draw = random.Random(seed)
         order, precision = draw.choice(["before", "between", "mixed"]), draw.choice(["bf16", "fp32"])
@@ -35,7 +37,3 @@ def teach(seeds: list[int]) -> None:
         numel = sum(each.numel for each in engine.inspect().parameters if each.name.startswith("teacher."))
         assert numel < 0.8 * sum(param.numel() for param in frozen["teacher"].parameters()), "this rank's shards only"
         engine.close()
-
-
-def test_bits_of_plain_pytorch():
-    ranks.run(2, teach, seeds=ranks.seeds(6))

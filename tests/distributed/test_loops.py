@@ -114,22 +114,16 @@ SCRIPTS = {
 }
 
 
-@ranks.joined
-def scripts(names: list[str], replicas: int = 1) -> None:
-    """Run these scripts one after the other; runs in each process."""
+@pytest.mark.parametrize("size, replicas", [(2, 1), (2, 2), pytest.param(4, 2, marks=pytest.mark.slow)])
+@ranks.in_processes()
+def test_unusual_loops(size, replicas):
     mesh = mesh_of(replicas)
-    for seed, name in enumerate(names):
-        build, script = SCRIPTS[name]
+    for seed, (name, (build, script)) in enumerate(SCRIPTS.items()):
         precision, evict = ("bf16", "fp32")[seed % 2], seed % 3 > 0
         print(name, precision, evict, flush=True)
         config = ps.Config(device="cpu", precision=precision, chunk_size=1200, optimizer=ps.AdamW(lr=1e-2))
         options = {"meter": testing.NoMeter(), "evict_everything": evict}
         compare(World(CPU), build, config, script, seed, replicas, mesh=mesh, **options)
-
-
-@pytest.mark.parametrize("size, replicas", [(2, 1), (2, 2), pytest.param(4, 2, marks=pytest.mark.slow)])
-def test_unusual_loops(size, replicas):
-    ranks.run(size, scripts, names=list(SCRIPTS), replicas=replicas)
 
 
 @ranks.in_processes(2)
@@ -165,9 +159,10 @@ def test_two_engines():
     assert world.closed
 
 
-@ranks.joined
-def from_disk(seeds: list[int], folder: str, replicas: int = 1, more_bytes: int = 0) -> None:
-    """Train with a part of the model data on disk; runs in each process."""
+@pytest.mark.parametrize("replicas, more_bytes", [(1, 0), pytest.param(2, 232_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seeds", [ranks.seeds(2)])
+@ranks.in_processes(2)
+def test_masters_and_states_on_disk(tmp_path, seeds, replicas, more_bytes):
     mesh = mesh_of(replicas)
     for seed in seeds:
         draw = random.Random(seed)
@@ -180,7 +175,7 @@ def from_disk(seeds: list[int], folder: str, replicas: int = 1, more_bytes: int 
             chunk_size=draw.choice([1000, 3000]),
             device_memory=own.randint(10_000, 20_000),
             host_memory=world.size * (own.randint(205_000, 225_000) + more_bytes),
-            disk=ps.Disk(folder),
+            disk=ps.Disk(tmp_path),
         )
         print(f"seed {seed}: {shape}, {config!r}", flush=True)
         tokens = torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(own.randint(0, 99)))
@@ -199,8 +194,3 @@ def from_disk(seeds: list[int], folder: str, replicas: int = 1, more_bytes: int 
         options = {"meter": testing.NoMeter(), "page_bytes": 4096}
         compare(world, shape.build, config, script, seed, replicas, mesh=mesh, **options)
         assert engines
-
-
-@pytest.mark.parametrize("replicas, more_bytes", [(1, 0), pytest.param(2, 232_000, marks=pytest.mark.slow)])
-def test_masters_and_states_on_disk(tmp_path, replicas, more_bytes):
-    ranks.run(2, from_disk, seeds=ranks.seeds(2), folder=str(tmp_path), replicas=replicas, more_bytes=more_bytes)

@@ -22,9 +22,10 @@ from .test_exactness import CPU, compare
 CASES = OPTIMIZERS | {"AdamW, 8-bit": ps.AdamW8bit(lr=1e-2, weight_decay=0.1)}
 
 
-@ranks.joined
-def whole(seeds: list[int]) -> None:
-    """Train with matrices that are larger than a chunk, and that are not; runs in each process."""
+@pytest.mark.parametrize("size, seeds", [(2, ranks.seeds(12)), (4, ranks.seeds(6))])
+@ranks.in_processes()
+def test_bits_of_plain_pytorch(size, seeds):
+    """Train with matrices that are larger than a chunk, and that are not."""
     for seed in seeds:
         draw, world = random.Random(seed), World(CPU)
         name = sorted(CASES)[seed % len(CASES)]
@@ -39,11 +40,6 @@ def whole(seeds: list[int]) -> None:
         batches = [tuple(tensor * (1 + world.rank) for tensor in batch) for batch in inputs(4)]
         hooks = {"meter": testing.NoMeter(), "evict_everything": draw.random() < 0.5}
         compare(world, Model, config, partial(train, data=batches, **loop), seed, **hooks)
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_bits_of_plain_pytorch(size):
-    ranks.run(size, whole, seeds=ranks.seeds(24 // size))
 
 
 @ranks.in_processes(2)

@@ -3,12 +3,10 @@
 from typing import Any
 
 import torch
+from integrations.tiny import VOCABULARY, gpt2
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import patrickstar as ps
-
-VOCABULARY = 96
 
 
 class LossModel(nn.Module):
@@ -26,24 +24,6 @@ class LossModel(nn.Module):
 def vectors(count: int = 2) -> list[torch.Tensor]:
     """Return batches for `LossModel`."""
     return [torch.randn(3, 8) for _ in range(count)]
-
-
-def gpt2_config() -> GPT2Config:
-    """Return the configuration of a tiny GPT-2."""
-    return GPT2Config(
-        n_layer=2, n_embd=32, n_head=2, n_positions=64, vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0
-    )
-
-
-def gpt2() -> GPT2LMHeadModel:
-    """Build a tiny GPT-2."""
-    return GPT2LMHeadModel(gpt2_config())
-
-
-def llama(**options: Any) -> LlamaForCausalLM:
-    """Build a tiny Llama."""
-    sizes = dict(num_hidden_layers=2, hidden_size=32, intermediate_size=48, num_attention_heads=2)
-    return LlamaForCausalLM(LlamaConfig(**{**sizes, "vocab_size": VOCABULARY, **options}))
 
 
 def sequences(count: int = 4, length: int = 8) -> list[dict[str, torch.Tensor]]:

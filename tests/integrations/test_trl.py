@@ -1,6 +1,5 @@
 """TRL's trainers: results equal those of TRL's own, and reference models lie within the budgets."""
 
-import string
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,7 @@ import trl
 from datasets import Dataset
 from peft import LoraConfig
 from sampling import nightly
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
+from transformers import LlamaForSequenceClassification
 
 import patrickstar as ps
 from patrickstar.errors import ConfigError
@@ -20,37 +18,26 @@ from patrickstar.integrations.transformers import Trainer
 from patrickstar.integrations.trl import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, RLOOTrainer, SFTTrainer
 from patrickstar.testing import assert_same_bits
 
+from . import tiny
 from .trainers import DEFAULTS, Stress, checkpointing, close, same, trained, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* is deprecated and will be removed in v6:FutureWarning")
 
-WORDS = ["<pad>", "<eos>", "<unk>", *string.ascii_lowercase, *string.digits]
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.0, foreach=False)
 """AdamW of torch, one operation at a time: TRL's own trainers run the same operations."""
 OPTIONS = ps.Config(chunk_size="16KiB", device_memory="96KiB", optimizer=ADAMW)
-SIZES = dict(vocab_size=len(WORDS), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2)
-SIZES |= dict(max_position_embeddings=64, pad_token_id=0, eos_token_id=1)
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer with a token per letter or digit."""
-    tokens = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<unk>"))
-    tokens.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokens, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", padding_side="left"
-    )
-
-
-def llama(seed: int = 1, kind: Any = LlamaForCausalLM, **options: Any) -> Any:
+def llama(seed: int = 1, **options: Any) -> Any:
     torch.manual_seed(seed)
-    return kind(LlamaConfig(**SIZES, **options))
+    return tiny.llama(**tiny.OF_WORDS | options)
 
 
 def texts(count: int = 20) -> list[str]:
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(3, 12, (count,), generator=generator).tolist()
     return [
-        "".join(WORDS[3 + number] for number in torch.randint(0, 36, (length,), generator=generator).tolist())
+        "".join(tiny.WORDS[3 + number] for number in torch.randint(0, 36, (length,), generator=generator).tolist())
         for length in lengths
     ]
 
@@ -75,7 +62,7 @@ def stressed(kind: Any) -> Any:
 def of(kind: Any, model: Any, args: Any, data: list[Any], **given: Any) -> Any:
     """Return a trainer of TRL, or of this package with a small budget."""
     given |= {"config": OPTIONS} if issubclass(kind, Trainer) and "config" not in given else {}
-    return kind(model, args=args, train_dataset=Dataset.from_list(data), processing_class=tokenizer(), **given)
+    return kind(model, args=args, train_dataset=Dataset.from_list(data), processing_class=tiny.letters(), **given)
 
 
 def sft(kind: Any, folder: Path) -> Any:
@@ -117,7 +104,7 @@ def kto(kind: Any, folder: Path) -> Any:
 
 
 def rewards(kind: Any, folder: Path) -> Any:
-    model = llama(1, LlamaForSequenceClassification, num_labels=1)
+    model = llama(1, kind=LlamaForSequenceClassification, num_labels=1)
     return of(kind, model, arguments(trl.RewardConfig, folder, max_length=32, max_steps=4), pairs())
 
 
@@ -176,8 +163,8 @@ def test_online_methods_have_the_bits_of_trl(tmp_path, own, kind, rewards):
     for each in (own, stressed(kind)):
         options = dict(max_completion_length=6, num_generations=2, beta=0.1, max_steps=4)
         args = arguments(trl.GRPOConfig if own is trl.GRPOTrainer else trl.RLOOConfig, tmp_path, **options)
-        judge = llama(3, LlamaForSequenceClassification, num_labels=1) if rewards == "model" else None
-        given = {"reward_processing_classes": tokenizer()} if judge else {}
+        judge = llama(3, kind=LlamaForSequenceClassification, num_labels=1) if rewards == "model" else None
+        given = {"reward_processing_classes": tiny.letters()} if judge else {}
         data = [{"prompt": text} for text in texts(8)]
         torch.manual_seed(5)
         found.append(trained(of(each, str(tmp_path / "model"), args, data, reward_funcs=judge or length, **given)))

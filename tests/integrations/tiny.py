@@ -1,11 +1,13 @@
 """Tiny models of transformers and inputs for them."""
 
+import string
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedModel
 
 import patrickstar as ps
@@ -21,13 +23,17 @@ CAUSAL = transformers.AutoModelForCausalLM
 MASKED = transformers.AutoModelForMaskedLM
 
 
-def gpt2() -> PreTrainedModel:
+def gpt2_config() -> transformers.GPT2Config:
     sizes = {"n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 64, "vocab_size": VOCABULARY}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+    return transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
 
 
-def llama(tied: bool = False) -> PreTrainedModel:
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, tie_word_embeddings=tied))
+def gpt2() -> PreTrainedModel:
+    return transformers.GPT2LMHeadModel(gpt2_config())
+
+
+def llama(kind: Any = transformers.LlamaForCausalLM, **options: Any) -> PreTrainedModel:
+    return kind(transformers.LlamaConfig(**SIZES | options))
 
 
 def mixtral() -> PreTrainedModel:
@@ -68,7 +74,7 @@ def switch(capacity: int, **options: Any) -> PreTrainedModel:
 MODELS: dict[str, tuple[Callable[[], PreTrainedModel], Any]] = {
     "gpt2": (gpt2, CAUSAL),
     "llama": (llama, CAUSAL),
-    "llama tied": (lambda: llama(tied=True), CAUSAL),
+    "llama tied": (lambda: llama(tie_word_embeddings=True), CAUSAL),
     "mixtral": (mixtral, CAUSAL),
     "qwen2_moe": (qwen2_moe, CAUSAL),
     "bert": (bert, MASKED),
@@ -101,6 +107,20 @@ def step(engine: Engine, optimizer: torch.optim.Optimizer, seed: int = 0) -> Non
     engine.backward(engine(**batch(engine.module, seed)).logits.float().pow(2).mean())
     optimizer.step()
     optimizer.zero_grad()
+
+
+WORDS = ["<pad>", "<eos>", "<unk>", *string.ascii_lowercase, *string.digits]
+OF_WORDS = {"vocab_size": len(WORDS), "pad_token_id": 0, "eos_token_id": 1}
+"""Options of models for the tokenizer of `letters`."""
+
+
+def letters() -> transformers.PreTrainedTokenizerFast:
+    """Return a tokenizer with a token per letter or digit."""
+    tokens = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<unk>"))
+    tokens.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokens, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", padding_side="left"
+    )
 
 
 def engine_of(folder: Path, config: ps.Config, model_class: Any = CAUSAL, **options: Any) -> Engine:

@@ -1,5 +1,6 @@
 import torch
-from docs.samples import gpt2, sequences
+from docs.samples import sequences
+from integrations.tiny import gpt2
 
 model = gpt2()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -1,3 +1,4 @@
-from docs.samples import batches, gpt2
+from docs.samples import batches
+from integrations.tiny import gpt2
 
 model, loader = gpt2(), batches()

@@ -1,5 +1,6 @@
 # ruff: noqa: F401  The page uses these names.
-from docs.samples import batches, gpt2, gpt2_config
+from docs.samples import batches
+from integrations.tiny import gpt2, gpt2_config
 from transformers import GPT2LMHeadModel
 
 gpt2().save_pretrained("folder")

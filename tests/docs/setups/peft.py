@@ -1,4 +1,5 @@
-from docs.samples import batches, llama
+from docs.samples import batches
+from integrations.tiny import llama
 
 llama().save_pretrained("folder")
 folder, batches = "folder", batches()

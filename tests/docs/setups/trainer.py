@@ -1,5 +1,6 @@
 # ruff: noqa: F401  The page uses these names.
-from docs.samples import llama, sequences
+from docs.samples import sequences
+from integrations.tiny import llama
 from peft import LoraConfig, get_peft_model
 from transformers import TrainingArguments
 

@@ -1,3 +1,3 @@
-from docs.samples import gpt2
+from integrations.tiny import gpt2
 
 gpt2().save_pretrained("folder")
