@@ -10,43 +10,41 @@ step, in turns in the background and blocking.
 import argparse
 import os
 import random
+import re
 import shutil
 import signal
-import sys
 import tempfile
 import time
-import traceback
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import patrickstar as ps
-from distributed.ranks import free_port
+from distributed import ranks
 from distributed.restarts import Model, digest
-from patrickstar import testing
-from patrickstar.errors import PeerError
 
-ENDED_BY_PEER = 3
-"""Exit code of a process that ends because another one ended."""
+LOST_PEER = re.compile(r"PeerError|Dist\w*Error|[Cc]onnection")
+"""What a process says whose peers ended, also while it joined or left the process group."""
 END_TIMEOUT_S = 300.0
 
 
-def run_process(folder: Path, rank: int, size: int, steps: int) -> None:
+def run_process(folder: str, steps: int) -> None:
     """Train from the newest checkpoint to the end; runs in each process."""
-    torch.set_num_threads(1)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if size > 1:
         # A process whose peer was killed before it listened would wait for it for half an hour.
         dist.init_process_group("gloo", timeout=timedelta(seconds=END_TIMEOUT_S / 10))
     torch.manual_seed(0)
     config = ps.Config(device="cpu", precision="bf16", chunk_size="256KiB", optimizer=ps.AdamW(lr=1e-3))
     engine, optimizer = ps.initialize(lambda: Model(256, 12), config)  # takes a while to save
-    checkpoints = ps.Checkpoints(folder / "run", keep=2)
+    checkpoints = ps.Checkpoints(Path(folder, "run"), keep=2)
     torch.manual_seed(100 + rank)
     progress = checkpoints.load(engine) or {"step": 0}
-    with (folder / f"losses-{rank}").open("a") as log:
+    with Path(folder, f"losses-{rank}").open("a") as log:
         for step in range(progress["step"] + 1, steps + 1):
             loss = engine(torch.randn(4, 256))
             engine.backward(loss)
@@ -54,63 +52,14 @@ def run_process(folder: Path, rank: int, size: int, steps: int) -> None:
             log.write(f"{step} {loss.item().hex()}\n")
             log.flush()
             assert checkpoints.save(engine, step, {"step": step}, wait=step % 2 == 0)
-    (folder / f"end-{rank}").write_text(digest(engine))
+    Path(folder, f"end-{rank}").write_text(digest(engine))
     engine.close()
     if size > 1:
         dist.destroy_process_group()
 
 
-def start(folder: Path, size: int, steps: int) -> list[int]:
-    """Fork the processes from this one, which has imported all modules and computed nothing; return their IDs."""
-    port, children = free_port(), []
-    for rank in range(size):
-        child = os.fork()
-        if child:
-            children.append(child)
-            continue
-        code = 1
-        try:
-            log = os.open(folder / f"log-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            os.dup2(log, 1)
-            os.dup2(log, 2)
-            os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)} if size > 1 else {}
-            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCH_CPP_LOG_LEVEL": "ERROR"}
-            run_process(folder, rank, size, steps)
-            code = 0
-        except BaseException as error:
-            traceback.print_exc()
-            code = ENDED_BY_PEER if "PeerError" in traceback.format_exc() or _lost_peer(error) else 1
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-    return children
-
-
-def _lost_peer(error: BaseException) -> bool:
-    """Return True for an error of a process whose peers ended while it joined or left the process group."""
-    return isinstance(error, PeerError | dist.DistError) or "onnection" in str(error)
-
-
-def wait(children: list[int], seconds: float) -> list[int]:
-    """Wait for the processes; return the exit code of each, negative for a signal."""
-    codes: dict[int, int] = {}
-    deadline = time.monotonic() + seconds
-    while len(codes) < len(children):
-        for child in children:
-            if child not in codes:
-                done, status = os.waitpid(child, os.WNOHANG)
-                if done:
-                    codes[child] = os.waitstatus_to_exitcode(status)
-        if time.monotonic() > deadline:
-            for child in set(children) - codes.keys():
-                os.kill(child, signal.SIGKILL)
-                os.waitpid(child, 0)
-            raise AssertionError(
-                f"{len(children) - len(codes)} of {len(children)} processes did not end in {seconds} s"
-            )
-        time.sleep(0.002)
-    return [codes[child] for child in children]
+def start(folder: Path, size: int, steps: int) -> list[Any]:
+    return ranks.start(size, run_process, {"folder": str(folder), "steps": steps})
 
 
 @dataclass
@@ -143,8 +92,7 @@ def run_without_kills(folder: Path, size: int, steps: int) -> Expected:
 
 def run_to_the_end(folder: Path, size: int, steps: int, within_s: float) -> None:
     """Run without kills, and assert that all processes succeed."""
-    codes = wait(start(folder, size, steps), within_s)
-    assert codes == [0] * size, f"{codes}: {(folder / 'log-0').read_text()}"
+    ranks.check_ended(ranks.wait(start(folder, size, steps), within_s), [0] * size)
 
 
 def ends(folder: Path, size: int) -> list[str]:
@@ -169,10 +117,13 @@ def check_kills(count: int, processes: int, seed: int, steps: int) -> None:
             time.sleep(draw.uniform(0, expected.seconds * 0.6))
             victims = children if draw.random() < 0.5 else [draw.choice(children)]
             for child in victims:
-                os.kill(child, signal.SIGKILL)
-            codes = wait(children, END_TIMEOUT_S + 2 * expected.seconds)  # the machine may be busy
-            logs = "\n".join((folder / f"log-{rank}").read_text() for rank in range(processes))
-            assert set(codes) <= {0, -signal.SIGKILL, ENDED_BY_PEER}, f"kill {kills}: {codes}\n{logs}"
+                child.kill()
+            ended = ranks.wait(children, END_TIMEOUT_S + 2 * expected.seconds)  # the machine may be busy
+            codes = [each.code for each in ended]
+            for each in ended:
+                assert each.code in (0, -signal.SIGKILL) or (each.code == 1 and LOST_PEER.search(each.text)), (
+                    f"kill {kills}: {codes}\n{each.text}"
+                )
             kills += -signal.SIGKILL in codes
             for rank, log in enumerate(losses(folder, processes)):
                 for step, bits in log:
@@ -205,5 +156,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    assert testing  # imported before the fork with all its dependencies
-    main()
+    from distributed import kills  # processes find functions by the name of their module
+
+    kills.main()

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -24,6 +24,12 @@ def local(param: Any, partial: bool = False) -> Tensor:
     if not isinstance(param, DTensor):
         return param
     return param.to_local(grad_placements=[Partial()] if partial else None)
+
+
+def part_of(whole: nn.Parameter, part: Tensor, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
+    """Return a parameter of the shape of another one, of which this process holds a part."""
+    shape, stride = whole.shape, whole.stride()
+    return nn.Parameter(DTensor.from_local(part, mesh, [placement], run_check=False, shape=shape, stride=stride))
 
 
 class Gated(nn.Module):
@@ -48,13 +54,8 @@ class Gated(nn.Module):
         rank, size = mesh.get_local_rank(), mesh.size()
         packed = torch.cat([half.chunk(size, 1)[rank] for half in self.packed.data.chunk(2, 1)], 1)
         turned = self.turned.data.chunk(size)[rank].t().contiguous().t()
-        for name, part, placement in (
-            ("packed", packed, _StridedShard(1, split_factor=2)),
-            ("turned", turned, Shard(0)),
-        ):
-            old = getattr(self, name)
-            whole = DTensor.from_local(part, mesh, [placement], run_check=False, shape=old.shape, stride=old.stride())
-            setattr(self, name, nn.Parameter(whole))
+        self.packed = part_of(self.packed, packed, mesh, _StridedShard(1, split_factor=2))
+        self.turned = part_of(self.turned, turned, mesh, Shard(0))
 
 
 class Experts(nn.Module):
@@ -87,11 +88,9 @@ class Experts(nn.Module):
         self.mesh = mesh
         share = -(-EXPERTS // mesh.size())
         first = min(EXPERTS, mesh.get_local_rank() * share)
-        for name in ("up", "down"):
-            old = getattr(self, name)
-            part = old.data[first : first + share].clone()
-            whole = DTensor.from_local(part, mesh, [Shard(0)], run_check=False, shape=old.shape, stride=old.stride())
-            setattr(self, name, nn.Parameter(whole))
+        self.up, self.down = (
+            part_of(each, each.data[first : first + share].clone(), mesh, Shard(0)) for each in (self.up, self.down)
+        )
 
 
 class Mixed(nn.Module):

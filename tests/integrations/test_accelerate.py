@@ -23,7 +23,7 @@ from patrickstar.integrations import _optimizers
 from patrickstar.integrations.accelerate import Accelerator
 from patrickstar.testing import assert_same_bits
 
-from .trainers import Stress, gpt2, texts
+from .trainers import gpt2, stressed, texts
 
 BUDGET = ps.Config(chunk_size="16KiB", device_memory="2MiB")
 STEPS = 20 if nightly() else 8
@@ -51,10 +51,7 @@ class Plain(accelerate.Accelerator):
         return torch.tensor(total, dtype=torch.float32)
 
 
-class Stressed(Stress, Accelerator):
-    """Accelerator that evicts every unused chunk at each access and fills freed memory with NaN."""
-
-
+Stressed = stressed(Accelerator)
 OPTIMIZERS = {
     "AdamW": lambda model: torch.optim.AdamW(groups(model), lr=1e-2, foreach=False),
     "Adam": lambda model: torch.optim.Adam(model.parameters(), lr=1e-2, betas=(0.8, 0.95), foreach=False),

@@ -13,14 +13,11 @@ from patrickstar.errors import CheckpointError, ConfigError, TrainingError
 from patrickstar.integrations.lightning import PatrickStarFabricStrategy
 from patrickstar.testing import assert_same_bits
 
-from .trainers import Stress
+from .trainers import stressed
 
+Stressed = stressed(PatrickStarFabricStrategy)
 WIDTH = 16
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning warns by ordinary warnings
-
-
-class Stressed(Stress, PatrickStarFabricStrategy):
-    """Strategy whose engine evicts everything at each access and poisons freed memory."""
 
 
 def net() -> nn.Sequential:

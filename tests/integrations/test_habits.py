@@ -14,12 +14,9 @@ from patrickstar.errors import ModelError
 from patrickstar.testing import assert_same_bits
 
 from .test_lightning import trainer
-from .trainers import gpt2
+from .trainers import PEFT_WARNINGS, gpt2
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False"),
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),
-]
+pytestmark = PEFT_WARNINGS
 
 
 def trained(model, **options) -> ps.Engine:

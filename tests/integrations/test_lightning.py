@@ -14,8 +14,9 @@ from patrickstar.errors import BudgetError, CheckpointError, ConfigError, Traini
 from patrickstar.integrations.lightning import PatrickStarStrategy, StoredWeights
 from patrickstar.testing import assert_same_bits
 
-from .trainers import Stress
+from .trainers import stressed
 
+Stressed = stressed(PatrickStarStrategy)
 WIDTH = 16
 # Lightning warns by ordinary warnings, of data loaders without workers among others.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -60,10 +61,6 @@ class Net(lightning.LightningModule):
         optimizer = torch.optim.RMSprop(self.parameters(), lr=1e-2, momentum=0.9, foreach=False)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-
-class Stressed(Stress, PatrickStarStrategy):
-    """Strategy whose engine evicts everything at each access and poisons freed memory."""
 
 
 def loader(seed: int = 0, count: int = 40) -> DataLoader[Any]:

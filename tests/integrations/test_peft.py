@@ -10,13 +10,9 @@ from patrickstar.integrations.transformers._saved_weights import adapter_names
 from patrickstar.testing import assert_same_bits
 
 from .test_trainer_resume import StopAfter, finish_the_same
-from .trainers import ADAMW, Stressed, close, create, gpt2, same, texts, trained, weights
+from .trainers import ADAMW, PEFT_WARNINGS, Stressed, close, create, gpt2, same, texts, trained, weights
 
-# PEFT's own warnings about GPT-2, whose layers are transposed, and about new names in transformers.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False"),
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),
-]
+pytestmark = PEFT_WARNINGS
 SAVES = dict(save_strategy="steps", save_steps=1)
 
 

@@ -13,12 +13,9 @@ from patrickstar import testing
 from patrickstar.integrations.transformers import Trainer
 
 from .tiny import llama
-from .trainers import create
+from .trainers import PEFT_WARNINGS, create
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
+pytestmark = [*PEFT_WARNINGS, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 IDS = torch.arange(16).view(2, 8)
 
 

@@ -19,7 +19,7 @@ from patrickstar.integrations.trl import DPOTrainer, GRPOTrainer, KTOTrainer, Re
 from patrickstar.testing import assert_same_bits
 
 from . import tiny
-from .trainers import DEFAULTS, Stress, checkpointing, close, same, trained, weights
+from .trainers import DEFAULTS, checkpointing, close, same, stressed, trained, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* is deprecated and will be removed in v6:FutureWarning")
 
@@ -52,11 +52,6 @@ def arguments(kind: Any, folder: Path, **options: Any) -> Any:
     defaults = DEFAULTS | dict(output_dir=str(folder), bf16=False, per_device_train_batch_size=2, weight_decay=0.0)
     defaults |= dict(max_steps=20 if nightly() else 6, optim="adamw_torch", max_grad_norm=100.0, **checkpointing(False))
     return kind(**defaults | options)
-
-
-def stressed(kind: Any) -> Any:
-    """Return a class whose engine evicts everything at each access and poisons freed memory."""
-    return type("Stressed", (Stress, kind), {})
 
 
 def of(kind: Any, model: Any, args: Any, data: list[Any], **given: Any) -> Any:

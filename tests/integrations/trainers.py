@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch import nn
@@ -62,8 +63,17 @@ class Stress:
         return ps.Engine(model, config, meter=NoMeter(), evict_everything=True, poison=True, **more)
 
 
-class Stressed(Stress, Trainer):
-    """Trainer with such an engine."""
+def stressed(kind: Any) -> Any:
+    """Return a class of trainers, strategies or accelerators with such an engine."""
+    return type("Stressed", (Stress, kind), {})
+
+
+Stressed = stressed(Trainer)
+PEFT_WARNINGS = [
+    pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False"),
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),
+]
+"""PEFT's own, about GPT-2, whose layers are transposed, and about new names in transformers."""
 
 
 OF_TRAINERS = {"train_dataset", "eval_dataset", "callbacks", "compute_metrics", "model_init"}
