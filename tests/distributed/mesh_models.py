@@ -1,5 +1,6 @@
 """Tiny models of DTensors, deterministic from a seed, and their batches: by PyTorch's and by transformers' plans."""
 
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -97,20 +98,12 @@ class Attention(nn.Module):
         return self.o(mixed.transpose(1, 2).flatten(-2))
 
 
-class Feed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.down(nn.functional.gelu(self.up(hidden)))
-
-
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first_norm, self.attention = nn.LayerNorm(WIDTH), Attention()
-        self.second_norm, self.feed = nn.LayerNorm(WIDTH), Feed()
+        self.first_norm, self.attention, self.second_norm = nn.LayerNorm(WIDTH), Attention(), nn.LayerNorm(WIDTH)
+        up, down = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH)
+        self.feed = nn.Sequential(OrderedDict(up=up, gelu=nn.GELU(), down=down))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         hidden = hidden + self.attention(self.first_norm(hidden))

@@ -10,8 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from sampling import draws
-from torch import nn
-from toys import mean_square, outcome, train
+from toys import outcome, train
 
 import patrickstar as ps
 from patrickstar import testing
@@ -23,21 +22,7 @@ from patrickstar.errors import CheckpointError, TrainingError
 
 from . import ranks
 from .test_exactness import CPU, mesh_of, random_config, random_shape
-
-
-class Normed(nn.Module):
-    """Model with a buffer that differs between processes, and a parameter larger than the largest chunk."""
-
-    def __init__(self):
-        super().__init__()
-        self.words = nn.Embedding(11, 8)
-        self.norm = nn.BatchNorm1d(8)
-        self.wide = nn.Linear(8, 130)
-        self.dropout = nn.Dropout(0.2)
-
-    def forward(self, ids):
-        hidden = self.words(ids).flatten(0, 1)
-        return mean_square(self.wide(self.dropout(self.norm(hidden))))
+from .test_loops import Odd
 
 
 def batches_of(rank, seed):
@@ -49,7 +34,7 @@ def build_of(seed):
     draw = random.Random(seed)
     shape, config = random_shape(draw), random_config(draw)
     print(f"seed {seed}: {shape}, {config!r}", flush=True)
-    return (Normed, config) if seed % 2 else (shape.build, config)
+    return (Odd, config) if seed % 2 else (shape.build, config)
 
 
 def make(build, config, world, seed, **hooks):

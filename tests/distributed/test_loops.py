@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from toys import Shape, train
+from toys import Shape, mean_square, train
 
 import patrickstar as ps
 from patrickstar import testing
@@ -21,7 +21,7 @@ from .test_exactness import CPU, compare, mesh_of
 
 
 class Odd(nn.Module):
-    """Tied weights, running statistics, unused and empty parameters, reentrant checkpointing."""
+    """Tied weights, running statistics, dropout, unused, empty and wide parameters, reentrant checkpointing."""
 
     def __init__(self, reentrant: bool = False) -> None:
         super().__init__()
@@ -31,6 +31,7 @@ class Odd(nn.Module):
         self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
         self.head = nn.Linear(8, 11, bias=False)
         self.head.weight = self.words.weight
+        self.dropout, self.wide = nn.Dropout(0.2), nn.Linear(8, 130)
         self.unused = nn.Parameter(torch.ones(7))
         self.empty = nn.Parameter(torch.ones(0))
 
@@ -38,7 +39,8 @@ class Odd(nn.Module):
         hidden = self.norm(self.words(ids).flatten(0, 1).float()).to(self.first.weight.dtype)
         body = lambda value: self.second(self.first(value).tanh()) + value  # noqa: E731
         hidden = checkpoint(body, hidden, use_reentrant=True) if self.reentrant else body(hidden)
-        return self.head(hidden).float().pow(2).mean()
+        hidden = self.dropout(hidden)
+        return mean_square(self.head(hidden)) + mean_square(self.wide(hidden))
 
 
 def ids(trainer: Any, number: int = 0) -> torch.Tensor:

@@ -155,21 +155,21 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_built():
 
 
 def test_checks_leave_random_states_alone():
+    def seed():
+        for each in (torch.manual_seed, random.seed, np.random.seed):
+            each(3)
+
     def build():
         width = random.choice([8, 16, 24, 32]) + int(np.random.randint(8))
         return nn.Linear(8, width)
 
     states = []
     for sample in (None, torch.zeros(2, 8)):
-        torch.manual_seed(3)
-        random.seed(3)
-        np.random.seed(3)
+        seed()
         engine, _ = ps.initialize(build, options(), sample=sample)
         states.append(engine.state_dict())
         engine.close()
-    torch.manual_seed(3)
-    random.seed(3)
-    np.random.seed(3)
+    seed()
     expected = build().state_dict()
     for state in states:
         assert all(torch.equal(expected[name], state[name]) for name in expected)
