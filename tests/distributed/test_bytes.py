@@ -1,22 +1,29 @@
-"""Exact bytes of communication, within and between replicas, and of the model data of each process."""
+"""Exact bytes of communication and of the model data of each process: replicas, groups, and DTensor models."""
 
 import random
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from laws.models import Waves
 from probes import after_allocations, manager_of, model_data_of
 from torch import nn
-from toys import Shape, layers, mean_square
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from toys import Shape, inputs, layers, mean_square, train
 
 import patrickstar as ps
 from patrickstar import testing
 from patrickstar._distributed import gloo_collectives
+from patrickstar._distributed.param_sharding import ParamSharding
 from patrickstar._distributed.process_group import World
+from patrickstar._engine import distribution
 from patrickstar._engine.engine import Engine
+from patrickstar.errors import ConfigError
 
 from . import ranks
 from .test_exactness import CPU, compare, mesh_of, random_script
@@ -148,3 +155,120 @@ def test_chunks_are_gathered_one_by_one_if_a_group_does_not_fit(size, replicas, 
         engine.close(keep=False)
         world = World(CPU)
         compare(world, shape.build, config, script, seed, replicas, mesh=mesh, meter=testing.NoMeter())
+
+
+@ranks.in_processes(2)
+def test_groups_with_a_pytorch_that_orders_processes():
+    """Make groups where PyTorch has no parameter for their order."""
+    new_group = dist.new_group
+
+    def older(ranks=None, timeout=None, backend=None):
+        return new_group(ranks, timeout, backend)
+
+    dist.new_group = older
+    world = World(CPU)
+    assert world.group(((0, 1),)).size == 2
+    with pytest.raises(ConfigError, match=r"processes \[1, 0\].*PyTorch 2.12 or newer"):
+        world.group(((1, 0),))
+
+
+class Experts(nn.Module):
+    """Model with a parameter that only half of the processes hold, as experts."""
+
+    def __init__(self, group: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.dense = nn.Linear(WIDTH, WIDTH, bias=False)
+        torch.manual_seed(1 + group)
+        self.expert = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.expert(self.dense(inputs).tanh())
+
+
+@pytest.mark.parametrize("groups", [[[0, 1], [2, 3]], [[0, 2], [1, 3]]])
+@ranks.in_processes(4)
+def test_parameters_of_smaller_groups_keep_flat_transport(groups):
+    """Train with a parameter that groups within the data-parallel one share."""
+    world, count = World(CPU), WIDTH * WIDTH
+    shard_params = distribution.shard_params
+
+    def share_expert(*args: Any) -> dict[str, ParamSharding]:
+        shardings = shard_params(*args)
+        group = args[1].share(world.rank, groups)
+        assert group.replicas == 1, "only whole data-parallel groups are divided into replicas"
+        return shardings | {"expert.weight": replace(shardings["expert.weight"], group=group)}
+
+    distribution.shard_params = share_expert
+    states = []
+    for mesh in [ranks.mesh(dp_shard=4), ranks.mesh(dp_replicate=2, dp_shard=2)]:
+        config = ps.Config(device="cpu", precision="fp32", chunk_size="1KiB", optimizer=ps.SGD(lr=0.25))
+        build = partial(Experts, int(world.rank in groups[1]))
+        engine = Engine(build, config, meter=testing.NoMeter(), world=world, mesh=mesh)
+        train(engine, [inputs(1, WIDTH, seed=10 * step + world.rank)[0] for step in range(2)])
+        states.append(engine.state_dict()["expert.weight"])
+        last, two = engine.stats.last, mesh.ndim == 2
+        same_replica = groups[0] == [0, 1]
+        # The expert is shared by two processes; the dense layer by all four, in one or in two levels.
+        elsewhere = 0 if same_replica or not two else 4 * count // 2
+        dense = (4 * count // 2 + 4 * count // 4, 4 * count // 4) if two else (4 * count * 3 // 4, 0)
+        for total, other in [
+            (last.gathered_bytes, last.inter_replica_gathered_bytes),
+            (last.reduced_bytes, last.inter_replica_reduced_bytes),
+        ]:
+            assert (total, other) == (4 * count // 2 + dense[0], elsewhere + dense[1])
+        engine.close(keep=False)
+        world = World(CPU)
+    assert (states[0] - states[1]).abs().max() < 1e-6, "the expert's gradients are added alike"
+
+
+LAYERS = 4
+CHUNK_BYTES = 2 * WIDTH * WIDTH
+
+
+class Layer(nn.Module):
+    """Matrix that all processes have, and one that DTensors divide by rows, without padding in chunks."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.plain = nn.Parameter(torch.randn(2 * WIDTH, WIDTH) / WIDTH)
+        whole = torch.randn(2 * WIDTH, WIDTH) / WIDTH
+        self.divided = nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)]))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        local = self.divided.to_local()
+        hidden = hidden + (hidden @ self.plain.t()) @ self.plain
+        return hidden + (hidden @ local.t()) @ local
+
+
+def build(mesh: DeviceMesh) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Layer(mesh) for _ in range(LAYERS)))
+
+
+@pytest.mark.parametrize("tp", [2, 1])
+@ranks.in_processes(4)
+def test_a_step_holds_and_sends_the_bytes_of_the_formula(tp):
+    """`tp`: 2 for tensor parallelism, 1 for experts."""
+    grid = ranks.mesh(dp=4 // tp, tp=tp)
+    divided_over = grid["tp"] if tp > 1 else ranks.mesh(ep=4)
+    plain, own = LAYERS * 2 * WIDTH * WIDTH, LAYERS * 2 * WIDTH * WIDTH // divided_over.size()
+    shares = 2 if tp == 2 else 1  # processes that hold the same part of a divided matrix
+    # A group of chunks is one matrix, or the process's part of several.
+    config = ps.Config(device="cpu", precision="bf16", chunk_size=CHUNK_BYTES)
+    limit_bytes = 1 << 30
+    for gathers, meter in ((1, testing.NoMeter()), (2, Waves(0))):
+        engine = Engine(lambda: build(divided_over), config, meter=meter, world=World(CPU), mesh=grid["dp"])
+        batches = engine.data_size
+        assert engine.layout.model_data_bytes == 14 * plain // batches + 14 * own // shares
+        assert engine.layout.padding_bytes == 0
+        train(engine, inputs(4, WIDTH))
+        last = engine.stats.last
+        sent = 2 * plain * (batches - 1) // batches + 2 * own * (shares - 1) // shares
+        assert last.reduced_bytes == sent, (last, sent)
+        # The last layers of forward are the first of backward, so that some stay.
+        assert sent <= last.gathered_bytes <= gathers * sent, (last, sent)
+        assert last.device_peak_model_bytes <= limit_bytes
+        limit_bytes = 2 * max(chunk.compute_bytes for chunk in engine.layout.chunks)
+        config = config.model_copy(update={"device_memory": limit_bytes})
+        engine.close(keep=False)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from laws import test_frozen_modules as frozen_modules
 from laws.models import Waves, check_alignment, smallest_device_bytes
 from probes import reduce_early
 from torch import nn
@@ -254,3 +255,26 @@ def test_bits_of_the_reference(function, size, replicas):
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_many_more_cases(function, size, replicas):
     ranks.run(size, function, seeds=list(range(10_000 * size, 10_000 * size + 30)), replicas=replicas)
+
+
+@pytest.mark.parametrize("seeds", [ranks.seeds(6)])
+@ranks.in_processes(2)
+def test_a_frozen_module(seeds):
+    """Train towards a teacher's outputs: its shards are gathered for each forward, and change no bit."""
+    for seed in seeds:
+        draw = random.Random(seed)
+        order, precision = draw.choice(["before", "between", "mixed"]), draw.choice(["bf16", "fp32"])
+        config = ps.Config(device="cpu", precision=precision, chunk_size=draw.choice([1100, 4096, "auto"]))
+        print(f"seed {seed}: {config!r}, {order}", flush=True)
+        reference = AveragingTrainer(frozen_modules.build(3, seed), config)
+        plain = testing.ReferenceTrainer(frozen_modules.build(4, seed + 100).requires_grad_(False), config)
+        expected = frozen_modules.distill(reference, torch.no_grad()(plain.__call__), order)
+        options = {"meter": testing.NoMeter(), "poison": True, "evict_everything": draw.random() < 0.5}
+        frozen = {"teacher": frozen_modules.build(4, seed + 100)}
+        engine = Engine(frozen_modules.build(3, seed), config, world=World(CPU), frozen=frozen, **options)
+        found = frozen_modules.distill(engine, partial(engine.call_frozen, "teacher"), order)
+        testing.assert_same_bits(expected, found, "losses, norms and outputs")
+        testing.assert_same_bits(reference.state_dict(), engine.state_dict(), "parameters")
+        numel = sum(each.numel for each in engine.inspect().parameters if each.name.startswith("teacher."))
+        assert numel < 0.8 * sum(param.numel() for param in frozen["teacher"].parameters()), "this rank's shards only"
+        engine.close()

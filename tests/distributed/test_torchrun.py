@@ -11,13 +11,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 from . import ranks
+from .restarts import agent_store
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "restart.py"
 STEPS = 24
@@ -138,11 +137,10 @@ def test_a_process_of_one_of_two_agents_is_killed(backend, tmp_path):
 @pytest.fixture
 def elastic():
     """Provide torchrun's options for one or two agents. The test hosts the rendezvous, which must not be lost."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=60), wait_for_workers=False)
     options = ["--nnodes", "1:2", "--nproc-per-node", 2, "--max-restarts", 3, "--rdzv-backend", "c10d"]
-    options += ["--rdzv-endpoint", f"127.0.0.1:{store.port}"]
-    yield [*options, "--rdzv-conf", "is_host=0,last_call_timeout=5,keep_alive_interval=2"]
-    del store
+    with agent_store() as port:
+        options += ["--rdzv-endpoint", f"127.0.0.1:{port}"]
+        yield [*options, "--rdzv-conf", "is_host=0,last_call_timeout=5,keep_alive_interval=2"]
 
 
 @pytest.mark.slow

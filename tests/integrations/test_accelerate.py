@@ -289,7 +289,6 @@ def test_what_is_refused(monkeypatch):
 
 def two_processes(folder: str) -> None:
     """Train, evaluate, save and load in each of two processes."""
-    torch.set_num_threads(1)
     accelerator = create(Accelerator)
     model, optimizer, loader, scheduler = prepared(accelerator)
     train(accelerator, model, optimizer, loader, scheduler, steps=4)

@@ -215,7 +215,6 @@ def refused(folder: str) -> None:
 
 def run_cases(folder: str, every: bool) -> None:
     """Run cases in one start of the processes, which is slow."""
-    torch.set_num_threads(1)
     ps.join()
     exact(f"{folder}/exact", len(EXACT) if every else 1)
     for case in (evaluated, refused, *((resumed, generators, streamed) if every else ())):

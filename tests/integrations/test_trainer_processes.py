@@ -92,7 +92,6 @@ def resumed(folder: str) -> None:
 
 def run_all(folder: str) -> None:
     """Run all cases in one start of the processes, which is slow."""
-    torch.set_num_threads(1)
     exact(f"{folder}/exact")
     near_ddp(f"{folder}/ddp")
     resumed(f"{folder}/resumed")
