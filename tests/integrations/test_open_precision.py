@@ -7,7 +7,6 @@ import rates
 from accelerate.state import AcceleratorState
 
 import patrickstar as ps
-from patrickstar.errors import ConfigError
 from patrickstar.integrations.accelerate import Accelerator
 from patrickstar.integrations.transformers import Trainer
 from patrickstar.integrations.transformers._training_args import merge
@@ -27,11 +26,6 @@ from .trainers import arguments, create, gpt2, texts
 )
 def test_arguments_of_a_trainer(tmp_path, flags, config, precision):
     assert merge(ps.Config(**config), arguments(tmp_path, **flags), ps.AdamW()).precision == precision
-
-
-def test_arguments_that_name_another_precision_than_the_configuration_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"bf16, and ps\.Config selects fp32"):
-        merge(ps.Config(precision="fp32"), arguments(tmp_path, bf16=True), ps.AdamW())
 
 
 def test_a_resumed_trainer_keeps_the_precision_of_its_checkpoint(tmp_path, monkeypatch):
