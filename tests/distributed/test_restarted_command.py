@@ -12,7 +12,7 @@ from patrickstar._cli import train as command
 
 from . import ranks
 from .restarts import agent_store, start
-from .test_cli import losses, main, options
+from .test_cli import losses, main, options, train
 
 STEPS = 6
 
@@ -72,8 +72,10 @@ def test_a_restarted_run_goes_on_with_fewer_processes(tmp_path):
         killed(port, tmp_path, arguments(tmp_path, "killed", 1), 4, 3, 6, "step-2", "step-4")
         text = finished(port, tmp_path, arguments(tmp_path, "killed", 1), 2)
         assert text.count("resumed from killed-saved/step-4") == 1
-        finished(port, tmp_path, arguments(tmp_path, "planned", 1), 4)
-        finished(port, tmp_path, arguments(tmp_path, "planned", 1, "--resume", "planned-saved/step-4"), 2)
+    # Without torchrun, by which the second command would go on from the last checkpoint of the first.
+    train(tmp_path, arguments(tmp_path, "planned", 1), 4)
+    text = train(tmp_path, arguments(tmp_path, "planned", 1, "--resume", "planned-saved/step-4"), 2)
+    assert text.count("resumed from planned-saved/step-4") == 1
     assert [step for step, *_ in losses(tmp_path / "killed.jsonl")] == list(range(1, STEPS + 1))
     assert losses(tmp_path / "killed.jsonl")[4:] == losses(tmp_path / "planned.jsonl")[4:]
 
