@@ -76,7 +76,6 @@ bench-disk: $(INSTALLED)
 	$(BIN)/python benchmarks/disk.py --directory $(DISK)
 	$(BIN)/python benchmarks/disk_training.py --directory $(DISK)
 	$(BIN)/python benchmarks/checkpoints.py --directory $(DISK)
-	$(BIN)/python benchmarks/policies.py
 
 # Tests and measurements on a GPU, in three calls of thirteen minutes together; DEVICE=cpu rehearses them. CALLS: names
 # that `--list` prints; MINUTES: limit of each; OUTPUT: directory of the results; FOLDER: wheels of missing packages.
