@@ -10,7 +10,6 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from prefetch_policies import NextUse
 from sampling import draws
 
 from patrickstar._layout.chunk_mapping import ALIGN_NUMEL
@@ -23,6 +22,7 @@ from patrickstar._memory.host_tier import HostTier
 from patrickstar._memory.transfer_counters import TransferCounters
 from patrickstar._memory.vm_pool import round_up
 from patrickstar._schedule.placement import Tier
+from patrickstar._schedule.prefetch import DemandFetch
 from patrickstar._schedule.trace import Moment, Trace
 from patrickstar.errors import BudgetError
 
@@ -320,7 +320,7 @@ def manager_of(count: int, device_bytes: int, host_bytes: int, tier: Tier) -> tu
 
 def test_the_policy_is_given_the_current_moment():
     manager, chunks = manager_of(4, 3 * UNIT, 10 * UNIT, Tier.HOST)
-    manager.eviction_policy = NextUse(Trace([Moment((index,)) for index in (0, 1, 2, 1, 3, 0, 2, 1)]))
+    manager.eviction_policy = DemandFetch(Trace([Moment((index,)) for index in (0, 1, 2, 1, 3, 0, 2, 1)]), {}, 0)
     manager.fetch(chunks[:3])
     manager.now = 4
     manager.fetch(chunks[3:])

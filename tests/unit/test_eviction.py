@@ -5,10 +5,10 @@ from itertools import combinations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prefetch_policies import NextUse
 from sampling import draws
 
 from patrickstar._schedule.eviction import AccessHistory, EvictionPolicy, LeastRecentlyUsed, ListOrder
+from patrickstar._schedule.prefetch import DemandFetch
 from patrickstar._schedule.trace import Moment, Trace
 
 quick = settings(derandomize=True, deadline=None, max_examples=draws(400))
@@ -61,8 +61,8 @@ def optimum(accesses: Accesses, capacity: int) -> int:
     return min(cheapest.values())
 
 
-def next_use(accesses: Accesses) -> NextUse:
-    return NextUse(Trace([Moment(chunks) for chunks in accesses]))
+def next_use(accesses: Accesses) -> DemandFetch:
+    return DemandFetch(Trace([Moment(chunks) for chunks in accesses]), {}, 0)
 
 
 @quick

@@ -5,16 +5,13 @@ from functools import cache
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prefetch_policies import Conservative, LifeTime, NextUse
 from sampling import draws
 
 from patrickstar._schedule.prefetch import AggressivePrefetch, DemandFetch, PrefetchMove, PrefetchPolicy
 from patrickstar._schedule.trace import NEVER, Moment, Trace
 
 quick = settings(deadline=None, max_examples=draws(200), print_blob=True)
-POLICIES = (DemandFetch, AggressivePrefetch, Conservative, LifeTime)
-AHEAD = (AggressivePrefetch, Conservative)
-
+POLICIES = (DemandFetch, AggressivePrefetch)
 
 ONE, SEVERAL = st.just(1), st.integers(1, 4)
 
@@ -73,9 +70,6 @@ class Play:
         self.present |= used
         self.unused -= used
         self.fetched_bytes += self.bytes_of(missing)
-        for chunk in self.policy.early_evictions(now, self.present, used):
-            assert chunk not in used
-            self.drop(chunk)
         decisions = self.policy.prefetches(now, frozenset(self.present), used, self.limit_bytes)
         assert self.bytes_of(move.fetch for move in decisions) <= self.limit_bytes
         for move in decisions:
@@ -128,17 +122,11 @@ def optimum(case, iterations: int) -> int:
 
 
 @quick
-@given(cases(ONE, most_non_model=0) | cases(ONE), limits)
-def test_conservative_fetches_the_optimum(case, limit_bytes):
+@given(cases(ONE, most_non_model=0) | cases(ONE))
+def test_on_demand_the_optimum_is_fetched(case):
     """Also if non-model data comes and goes."""
-    assert play(Conservative, case, limit_bytes).run(3) == optimum(case, 3)
-
-
-@settings(quick, max_examples=draws(1000))
-@given(cases(), limits)
-def test_conservative_fetches_what_is_fetched_on_demand_to_the_byte(case, limit_bytes):
-    """All that differs is that chunks are fetched and evicted earlier."""
-    assert play(Conservative, case, limit_bytes).run(4) == play(DemandFetch, case).run(4)
+    played = play(DemandFetch, case)
+    assert played.run(3) == optimum(case, 3) and not played.log
 
 
 @quick
@@ -161,18 +149,7 @@ def test_answers_depend_on_the_arguments_alone(policy, case, data):
         fresh = policy(trace, nbytes, budget_bytes)
         decisions = fresh.prefetches(now, sorted(present), sorted(held), limit_bytes)
         assert asked.prefetches(now, present, held, limit_bytes) == decisions
-        assert asked.early_evictions(now, present, held) == fresh.early_evictions(now, present, held)
         assert asked.eviction_order(present, now) == fresh.eviction_order(present, now)
-
-
-@quick
-@given(cases(), st.integers(0, 8))
-def test_on_demand_is_eviction_by_next_use(case, now):
-    trace, nbytes, budget_bytes = case
-    for policy in (DemandFetch, *AHEAD):
-        order = policy(trace, nbytes, budget_bytes).eviction_order(nbytes, now)
-        assert order == NextUse(trace).eviction_order(nbytes, now)
-    assert not play(DemandFetch, case).log
 
 
 def chain(layers: int, chunks_that_fit: int):
@@ -183,50 +160,29 @@ def chain(layers: int, chunks_that_fit: int):
 
 @quick
 @given(st.integers(2, 9).flatmap(lambda layers: st.tuples(st.just(layers), st.integers(1, layers))))
-def test_over_a_chain_the_same_bytes_come(drawn):
+def test_over_a_chain_the_same_bytes_come_and_the_next_layer_is_there(drawn):
     layers, fit = drawn
-    per_step = []
-    for policy in (DemandFetch, *AHEAD):
+    for policy in POLICIES:
         played = play(policy, chain(layers, fit))
-        per_step.append(played.run(3) - play(policy, chain(layers, fit)).run(2))
-    assert per_step == [2 * (layers - fit)] * 3
-    # `LifeTime` plans single iterations and fetches again what could have stayed for the next one.
-    alone = play(LifeTime, chain(layers, fit))
-    assert alone.run(3) >= play(DemandFetch, chain(layers, fit)).run(3)
-
-
-@pytest.mark.parametrize("policy", AHEAD)
-def test_over_a_chain_the_next_layer_is_always_there(policy):
-    played = play(policy, chain(6, 3))
-    played.run(1)
-    for now in range(12):
+        assert played.run(3) - play(policy, chain(layers, fit)).run(2) == 2 * (layers - fit)
+    for now in range(2 * layers if fit > 1 else 0):
         played.step(now)
-        assert played.trace.moments[(now + 1) % 12].chunks[0] in played.present
+        assert played.trace.moments[(now + 1) % (2 * layers)].chunks[0] in played.present
 
 
 def test_chunks_that_are_never_used_are_evicted_first():
-    trace = Trace([Moment((0,)), Moment((1,)), Moment((2,))])
-    for policy in AHEAD:
-        assert policy(trace, {0: 1, 1: 1, 2: 1, 7: 1}, 3).prefetches(0, {0, 1, 7}, {0}, 9) == [PrefetchMove(2, (7,))]
+    policy = AggressivePrefetch(Trace([Moment((0,)), Moment((1,)), Moment((2,))]), {0: 1, 1: 1, 2: 1, 7: 1}, 3)
+    assert policy.prefetches(0, {0, 1, 7}, {0}, 9) == [PrefetchMove(2, (7,))]
 
 
-@pytest.mark.parametrize("kind", AHEAD)
-def test_a_chunk_in_use_is_waited_for_and_a_held_chunk_is_not(kind):
+def test_a_chunk_in_use_is_waited_for_and_a_held_chunk_is_not():
     trace = Trace([Moment((0,)), Moment((1,)), Moment((2,)), Moment((1,))])
-    policy = kind(trace, {0: 1, 1: 1, 2: 1}, 2)
+    policy = AggressivePrefetch(trace, {0: 1, 1: 1, 2: 1}, 2)
     assert policy.prefetches(0, {0, 1}, {0}, 9) == []
     assert policy.prefetches(0, {0, 1}, set(), 9) == [PrefetchMove(2, (0,))]
     assert policy.prefetches(1, {0, 1}, {1}, 9) == [PrefetchMove(2, (0,))]
-    roomy = kind(trace, {0: 1, 1: 1, 2: 1, 7: 1, 8: 1}, 3)
+    roomy = AggressivePrefetch(trace, {0: 1, 1: 1, 2: 1, 7: 1, 8: 1}, 3)
     assert roomy.prefetches(0, {0, 7, 8}, {0, 7}, 1) == [PrefetchMove(1, (8,))]
-
-
-def test_nothing_is_evicted_that_would_stay_on_demand():
-    """Free space grows before the use: on demand nothing would be evicted, so the fetch waits."""
-    trace = Trace([Moment((0,), 1), Moment((), 0), Moment((1,), 0), Moment((2,), 0), Moment((1, 2), 0)])
-    policy = Conservative(trace, {0: 1, 1: 1, 2: 1}, 3)
-    assert policy.prefetches(0, {0, 1}, {0}, 9) == []
-    assert policy.prefetches(1, {0, 1}, set(), 9) == [PrefetchMove(2, ())]
 
 
 class Counting(Trace):

@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prefetch_policies import Conservative
 from sampling import draws
 
 from patrickstar._layout.schema import PARAM16
@@ -278,7 +277,7 @@ def test_parked_pages_are_not_counted():
     assert manager.resident_bytes == before + below - round_up(16)
 
 
-@pytest.mark.parametrize("policy", [DemandFetch, AggressivePrefetch, Conservative])
+@pytest.mark.parametrize("policy", [DemandFetch, AggressivePrefetch])
 def test_policy_is_created_once_per_trace(policy):
     tracer = new_tracer(policy)
     tracer.manager.evict_everything = True  # no iteration is resident

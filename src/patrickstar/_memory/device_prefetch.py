@@ -94,9 +94,6 @@ class DevicePrefetch(DeviceEviction):
         if len(present) == len(self.param16):
             return
         held = {index for index in present if self.param16[index].pins or self.param16[index].has_gradients}
-        for index in policy.early_evictions(self.now, present, held):
-            self._evict(self.param16[index])
-            present.discard(index)
         for move in policy.prefetches(self.now, present, held, self.device_tier.budget_bytes):
             # Do not gather shards for the next iteration: the optimizer step will change them.
             if self.param16[move.fetch].sharded and policy.trace.next_use(move.fetch, self.now) >= len(

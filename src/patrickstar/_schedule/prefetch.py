@@ -49,10 +49,6 @@ class PrefetchPolicy(ABC):
             limit_bytes: Upper bound of the bytes to fetch.
         """
 
-    def early_evictions(self, now: int, present: Collection[int], held: Collection[int]) -> tuple[int, ...]:
-        """Return the chunks to evict at `now` although no fetch needs the space."""
-        return ()
-
 
 class DemandFetch(PrefetchPolicy):
     """Policy without prefetch: chunks are fetched when they are accessed."""
@@ -92,7 +88,7 @@ class AggressivePrefetch(PrefetchPolicy):
         while (chunk := self._missing()) is not None and (nbytes := self.nbytes[chunk]) <= limit_bytes:
             narrowest = self._narrow.last(now, self._known)
             short = self._present_bytes + nbytes - self.chunkable[narrowest % len(self.chunkable)]
-            evicted = self._evictions_for(chunk, short, narrowest, held) if short > 0 else ()
+            evicted = self._evictions_for(short, held) if short > 0 else ()
             if evicted is None:
                 break
             fetches.append(PrefetchMove(chunk, evicted))
@@ -132,11 +128,8 @@ class AggressivePrefetch(PrefetchPolicy):
             self._known += 1
         return None
 
-    def _evictions_for(self, fetched: int, short: int, narrowest: int, held: Collection[int]) -> tuple[int, ...] | None:
-        """Return the evictions that make room for chunk `fetched` until moment `_known`, or None if it has to wait.
-
-        `short` is the number of missing bytes, which is largest at moment `narrowest`.
-        """
+    def _evictions_for(self, short: int, held: Collection[int]) -> tuple[int, ...] | None:
+        """Return the evictions that free `short` bytes until moment `_known`, or None if the fetch has to wait."""
         now, use = self._now, self._known
         if self._horizon <= use:
             return None
