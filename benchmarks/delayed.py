@@ -5,8 +5,10 @@ Dry runs of the engine on a machine spec. Without any overlap a step takes the t
 after the other: the step that ZeRO-Offload's delayed update (§5.2) improves on.
 """
 
+from itertools import product
+
 from dry_runs import builder_of, dry_run, without_disk
-from report import publish
+from report import publish, shown
 
 import patrickstar as ps
 from patrickstar._dry_run.report import DryRunReport
@@ -46,11 +48,6 @@ def update_s(report: DryRunReport) -> float:
 
 
 def main() -> None:
-    rows = []
-    for name in MODELS:
-        for batch in BATCHES:
-            rows.append(row(name, batch))
-            print(list(rows[-1].values()), flush=True)
     publish(
         "delayed",
         "cpu",
@@ -58,7 +55,7 @@ def main() -> None:
         f"of compute and update (their sum), the exact step with updates beside the next forward alone, the exact step "
         f"as it is (also beside backward), and the step with delayed updates. Its bound is the longer one of compute "
         f"and update, and what is exposed is its time beyond that.",
-        rows,
+        shown(row(name, batch) for name, batch in product(MODELS, BATCHES)),
     )
 
 

@@ -8,10 +8,10 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
+from itertools import product
 
 from dry_runs import builder_of, dry_run, without_disk
-from report import filled, publish
+from report import filled, publish, read, shown
 from torch import nn
 from transformers import T5ForConditionalGeneration
 
@@ -33,7 +33,6 @@ LENGTHS = (512, 1024)
 """Tokens per sequence; the paper does not give the number."""
 MOST_LAYERS = 4096
 """More layers than any of these machines holds."""
-DELAYED = Path(__file__).parent / "results" / "delayed-cpu.md"
 ONE_GPU = Mesh()
 SMALL_BATCH = 8
 """Largest batch of the rows of `delayed-cpu.md` that are compared with the speedups of delayed updates."""
@@ -187,11 +186,9 @@ def v100_row() -> list[str]:
 
 def delayed_row() -> list[str]:
     """Return the speedups of delayed updates in `delayed-cpu.md`, of models that have an update on the host."""
-    lines = [line.strip("| ").split(" | ") for line in DELAYED.read_text().splitlines() if line.startswith("| ")]
-    rows = [dict(zip(lines[0], line, strict=True)) for line in lines[1:]]
     speedups = [
         float(row["no overlap / delayed"])
-        for row in rows
+        for row in read("delayed-cpu")[1]
         if int(row["batch"].split()[0]) <= SMALL_BATCH and row["update"] != "0.00 s"
     ]
     low, high, published = min(speedups), max(speedups), (1.12, 1.59)
@@ -237,11 +234,7 @@ def intro() -> str:
 
 
 def main() -> None:
-    rows = list(largest_rows())
-    for case in THROUGHPUTS:
-        for sequence in LENGTHS:
-            rows.append(throughput_row(case, sequence))
-            print(rows[-1], flush=True)
+    rows = [*largest_rows(), *shown(throughput_row(*case) for case in product(THROUGHPUTS, LENGTHS))]
     rows += [v100_row(), delayed_row()]
     columns = ["figure", "machine", "batch per GPU", "published", "TFLOPS per GPU"]
     publish("papers", "cpu", intro(), rows, [*columns, "estimate", "error", "dry run", "error"])

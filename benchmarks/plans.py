@@ -10,7 +10,7 @@ import time
 from itertools import product
 
 from dry_runs import builder_of, dry_run, without_disk
-from report import publish
+from report import publish, shown
 
 import patrickstar as ps
 from patrickstar._layout.byte_size import format_size
@@ -59,11 +59,8 @@ def _compared(nbytes: int, bound: int) -> tuple[str, str]:
 
 
 def main() -> None:
-    rows = []
     with tempfile.TemporaryDirectory() as directory:
-        for case, clipped in product(CASES, (True, False)):
-            rows.append(row(*case, clipped, directory))
-            print(rows[-1], flush=True)
+        rows = shown(row(*case, clipped, directory) for case, clipped in product(CASES, (True, False)))
     publish(
         "plans",
         "cpu",

@@ -5,8 +5,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
-README = ROOT / "README.md"
+from report import RESULTS, read, table
+
+README = Path(__file__).parents[1] / "README.md"
 BEGIN, END = "<!-- {name}: written by benchmarks/readme_table.py -->\n", "<!-- end of {name} -->"
 
 GIB, GB = 1 << 30, 10**9
@@ -36,21 +37,6 @@ class Row:
 
 
 COLUMNS = ["task", "plain PyTorch", "DeepSpeed", "FSDP2", "PatrickStar", "physical limit"]
-
-
-def read(name: str) -> tuple[str, list[dict[str, str]]]:
-    """Return the text and the rows of a result file.
-
-    Args:
-        name: The file's name without `.md`.
-
-    Returns:
-        The text, and one dictionary per row, by column.
-    """
-    text = (ROOT / "benchmarks/results" / f"{name}.md").read_text()
-    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
-    assert len(lines) > 2, f"{name} contains no table"
-    return text, [dict(zip(lines[0], line, strict=True)) for line in lines[2:]]
 
 
 def first(text: str) -> float:
@@ -131,9 +117,9 @@ def larger_than_memory() -> Iterator[Row]:
 
 def on_a_gpu() -> Row:
     """Return the row of the run on a GPU."""
-    text = (ROOT / "benchmarks/results/gpu-steps-cuda.md").read_text()
+    text = (RESULTS / "gpu-steps-cuda.md").read_text()
     steps = dict(re.findall(r"^\| 3b-4x2048, (\w+) \|.*?([\d.]+) s per step", text, re.M))
-    limit = re.search(r"^\| limit \| ([\d.]+)", (ROOT / "benchmarks/results/second-gpu-run.md").read_text(), re.M)
+    limit = re.search(r"^\| limit \| ([\d.]+)", (RESULTS / "second-gpu-run.md").read_text(), re.M)
     assert limit is not None
     return Row(
         "Llama 3B on an H200, 24 GiB of it, clipped, 8,192 tokens: a step",
@@ -171,18 +157,13 @@ def planned() -> list[list[str]]:
     return list(rows.values())
 
 
-def markdown(columns: list[str], rows: list[list[str]]) -> str:
-    """Return a table."""
-    return "".join(f"| {' | '.join(row)} |\n" for row in [columns, ["---"] * len(columns), *rows])
-
-
 def tables() -> dict[str, str]:
     """Return the text between the markers of the README, by their names."""
     largest = ["card and RAM", "plain PyTorch", "PatrickStar", "PatrickStar with a 2 TB NVMe drive"]
     return {
-        "largest": markdown(largest, planned()),
-        "measured": markdown(COLUMNS, [row.cells() for row in measured()])
-        + f"\nMeasured on: {machine()}, no GPU, but for the last row. {NOT_MEASURED}: not measured.\n",
+        "largest": f"{table(planned(), largest)}\n",
+        "measured": f"{table([row.cells() for row in measured()], COLUMNS)}\n\n"
+        f"Measured on: {machine()}, no GPU, but for the last row. {NOT_MEASURED}: not measured.\n",
     }
 
 

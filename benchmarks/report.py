@@ -1,7 +1,7 @@
 """Command line and output of the benchmarks: options, tables with the machine's name, files of results/."""
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,15 @@ def options(doc: str | None, **defaults: Any) -> argparse.Namespace:
     return parser.parse_args()
 
 
+def shown(rows: Iterable[Row]) -> list[Row]:
+    """Return rows, of which each is printed as soon as it is known."""
+    found = []
+    for row in rows:
+        found.append(row)
+        print(list(row.values()) if isinstance(row, Mapping) else row, flush=True)
+    return found
+
+
 def table(rows: Sequence[Row], columns: Sequence[str] = ()) -> str:
     """Return a Markdown table. Rows of cells by column need no columns."""
     cells = [list(row.values()) if isinstance(row, Mapping) else row for row in rows]
@@ -48,6 +57,14 @@ def publish(name: str, device: str, intro: str, rows: Sequence[Row], columns: Se
     machine = f"{machine_name(torch.device(device))}; PyTorch {torch.__version__}; {date.today()}"
     text = f"{intro}\n\nMachine: {machine}.\n\n{table(rows, columns)}\n"
     _write(f"{name}-{torch.device(device).type}", f"# {name}\n\n{text}", text)
+
+
+def read(name: str) -> tuple[str, list[dict[str, str]]]:
+    """Return the text of results/NAME.md, and the rows of its table, by column."""
+    text = (RESULTS / f"{name}.md").read_text()
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    assert len(lines) > 2, f"{name} contains no table"
+    return text, [dict(zip(lines[0], line, strict=True)) for line in lines[2:]]
 
 
 def publish_text(name: str, **values: Any) -> None:

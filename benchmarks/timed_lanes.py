@@ -12,14 +12,15 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from queue import SimpleQueue
 from statistics import median
 from typing import Any
 
 import torch
-from report import options, publish
+from report import options, publish, shown
+from throttle import Channel
 from torch import nn
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
@@ -104,34 +105,13 @@ CASES = (
 )
 
 
-class HostLane:
-    """The host's memory bandwidth, which one thread uses at a time."""
-
-    def __init__(self, rate: float) -> None:
-        self.rate = rate
-        """Bytes per second."""
-        self.busy_s = 0.0
-        self._lock = threading.Lock()
-        self._free_at_s = 0.0
-
-    def run(self, action: Callable[[], Any], nbytes: int) -> Any:
-        """Run an action, and sleep until the end of its traffic."""
-        seconds = nbytes / self.rate
-        with self._lock:
-            self._free_at_s = end_s = max(self._free_at_s, time.perf_counter()) + seconds
-            self.busy_s += seconds
-        result = action()
-        time.sleep(max(0.0, end_s - time.perf_counter()))
-        return result
-
-
 class TimedKernels(Kernels):
     """Kernels that take the time of their memory traffic, on the host and on the device."""
 
     def __init__(self, best: Kernels, machine: Machine, operators: strict_device.OperatorTimes) -> None:
         super().__init__(best.cpp)
         assert machine.gpu is not None
-        self.host = HostLane(machine.host.update_bandwidth(1, machine.host.cores))
+        self.host = Channel(machine.host.update_bandwidth(1, machine.host.cores))
         self._bandwidth = machine.gpu.memory_bandwidth
         self._operators = operators
 
@@ -277,11 +257,8 @@ def row(case: Case, clipped: bool, steps: int) -> dict[str, str]:
 def main() -> None:
     given = options(__doc__, cases=[case.name for case in CASES], steps=5)
     streamed_update.PIECE_NUMEL = PIECE_NUMEL
-    rows = []
-    for case in (case for case in CASES if case.name in given.cases):
-        for clipped in (True, False):
-            rows.append(row(case, clipped, given.steps))
-            print(list(rows[-1].values()), flush=True)
+    cases = [case for case in CASES if case.name in given.cases]
+    rows = shown(row(case, clipped, given.steps) for case, clipped in product(cases, (True, False)))
     if len(rows) < 2 * len(CASES):
         return
     publish(
