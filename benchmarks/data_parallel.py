@@ -27,7 +27,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from report import options, publish
-from steps import gpt, ratio_cells, tokens, train_step
+from steps import Plain, gpt, ratio_cells, tokens, train_step
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -95,24 +95,18 @@ def metered(engine: ps.Engine) -> Iterator[list[int]]:
         yield held_bytes
 
 
-class Fsdp:
+class Fsdp(Plain):
     """PyTorch's FSDP2, with the interface of an engine. `blocks`: modules of the model, each with its mesh."""
 
     def __init__(self, model: nn.Module, blocks: Iterator[tuple[nn.Module, Any]]) -> None:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-        self.model, self.optimizer = model, self
+        super().__init__(model, optimizer=self)
         for block, mesh in blocks:
             fully_shard(block, mesh=mesh, mp_policy=policy)
         by_mesh: dict[Any, list[nn.Parameter]] = {}
         for param in model.parameters():
             by_mesh.setdefault(param.device_mesh if isinstance(param, DTensor) else None, []).append(param)
         self.optimizers = [torch.optim.AdamW(params, lr=1e-4, fused=True) for params in by_mesh.values()]
-
-    def __call__(self, **batch: torch.Tensor) -> Any:
-        return self.model(**batch)
-
-    def backward(self, loss: torch.Tensor) -> None:
-        loss.backward()
 
     def step(self) -> None:
         for optimizer in self.optimizers:

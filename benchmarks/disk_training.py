@@ -30,6 +30,11 @@ from patrickstar.testing import ReferenceTrainer
 
 LEARNING_RATE = 1e-4
 SEQUENCE = 256
+HOST_MEMORY, PLAIN_STEPS = "240MiB", 7
+"""Host budget, and steps of a run, of the cases with a plain loop beside."""
+BOUND_DEVICE = "1450MiB"
+QUARTER_DEVICE, QUARTER_HOST = "375MiB", "150MiB"
+"""Memory for a quarter of the model data, plus activations."""
 
 
 def shape(name: str) -> GPT2Config:
@@ -132,10 +137,10 @@ def size(result: dict[str, Any], key: str) -> str:
     return format_size(int(steady(result, key)))
 
 
-def against_plain(given: argparse.Namespace, case: str, model: str, device: str, rss: str, limit: float) -> None:
+def against_plain(given: argparse.Namespace, *, case: str, model: str, device: str, rss: str, limit: float) -> None:
     """Compare with a plain loop; `limit`: of the ratio, without clipping and with it."""
-    work = {"model": model, "batch": 2, "steps": given.plain_steps}
-    small = work | {"device_memory": device, "host_memory": given.host_memory}
+    work = {"model": model, "batch": 2, "steps": PLAIN_STEPS}
+    small = work | {"device_memory": device, "host_memory": HOST_MEMORY}
     sides = [("plain", work), ("disk", small), ("disk", small | {"max_norm": 1.0})]
     rounds = [[in_a_process(given, side, **each) for side, each in sides] for _ in range(given.rounds)]
     base, *ours = zip(*rounds, strict=True)
@@ -160,22 +165,14 @@ def against_plain(given: argparse.Namespace, case: str, model: str, device: str,
         f"disk_training_{case}",
         "cpu",
         f"GPT-2 {model.upper()}, vocabulary 50,257, 2 x {SEQUENCE} tokens, bf16, device budget {device}, host budget "
-        f"{given.host_memory}, the rest on disk. Plain: a PyTorch loop with fp32 masters and its fused AdamW, without "
-        f"clipping. Medians of steps 4 to {given.plain_steps}, then of {given.rounds} rounds; a round runs all sides.",
+        f"{HOST_MEMORY}, the rest on disk. Plain: a PyTorch loop with fp32 masters and its fused AdamW, without "
+        f"clipping. Medians of steps 4 to {PLAIN_STEPS}, then of {given.rounds} rounds; a round runs all sides.",
         rows,
     )
 
 
-def plain(given: argparse.Namespace) -> None:
-    against_plain(given, "plain", "124m", given.device_memory, "1.60 GiB", 1.05)
-
-
-def medium(given: argparse.Namespace) -> None:
-    against_plain(given, "medium", "355m", given.medium_device, "2.70 GiB", 1.12)
-
-
 def bound(given: argparse.Namespace) -> None:
-    work = {"model": "124m", "batch": 8, "steps": 6, "checkpointing": True, "device_memory": given.bound_device}
+    work = {"model": "124m", "batch": 8, "steps": 6, "checkpointing": True, "device_memory": BOUND_DEVICE}
     rows = []
     for _ in range(given.rounds):
         rates = measure_disk(given.directory)
@@ -192,7 +189,7 @@ def bound(given: argparse.Namespace) -> None:
     publish(
         "disk_training_bound",
         "cpu",
-        f"GPT-2 124M, 8 x {SEQUENCE} tokens, checkpointing, bf16, device budget {given.bound_device}: step with all "
+        f"GPT-2 124M, 8 x {SEQUENCE} tokens, checkpointing, bf16, device budget {BOUND_DEVICE}: step with all "
         f"optimizer states on disk, compared with the same engine and budget with the states in RAM (compute), and "
         f"with the read and write times at the measured disk rates. One row per round; medians of steps 4 to 6.",
         rows,
@@ -201,8 +198,7 @@ def bound(given: argparse.Namespace) -> None:
 
 def ahead(given: argparse.Namespace) -> None:
     work = {"model": "89m", "batch": 4, "steps": 7, "checkpointing": True}
-    # Memory for a quarter of the model data, plus activations.
-    work |= {"device_memory": given.quarter_device, "host_memory": given.quarter_host}
+    work |= {"device_memory": QUARTER_DEVICE, "host_memory": QUARTER_HOST}
     rows = []
     for _ in range(given.rounds):
         off, on = (in_a_process(given, side, **work) for side in ("demand", "ahead"))
@@ -223,7 +219,7 @@ def ahead(given: argparse.Namespace) -> None:
         "disk_training_ahead",
         "cpu",
         f"GPT-2 with 12 layers, vocabulary 4,096 (89M), 4 x {SEQUENCE} tokens, checkpointing, bf16, device "
-        f"{given.quarter_device}, host {given.quarter_host}: on-demand fetches (off) against prefetch by next use and "
+        f"{QUARTER_DEVICE}, host {QUARTER_HOST}: on-demand fetches (off) against prefetch by next use and "
         f"read-ahead of optimizer pages (on). One row per round; medians of steps 4 to 7.",
         rows,
     )
@@ -255,23 +251,17 @@ def large(given: argparse.Namespace) -> None:
     )
 
 
-CASES = {"plain": plain, "medium": medium, "bound": bound, "ahead": ahead, "large": large}
+CASES = {
+    "plain": partial(against_plain, case="plain", model="124m", device="850MiB", rss="1.60 GiB", limit=1.05),
+    "medium": partial(against_plain, case="medium", model="355m", device="1700MiB", rss="2.70 GiB", limit=1.12),
+    "bound": bound,
+    "ahead": ahead,
+    "large": large,
+}
 
 
 def main() -> None:
-    given = options(
-        __doc__,
-        directory=Path,
-        cases=list(CASES),
-        rounds=3,
-        plain_steps=7,
-        device_memory="850MiB",
-        host_memory="240MiB",
-        medium_device="1700MiB",
-        bound_device="1450MiB",
-        quarter_device="375MiB",
-        quarter_host="150MiB",
-    )
+    given = options(__doc__, directory=Path, cases=list(CASES), rounds=3)
     for name in given.cases:
         CASES[name](given)
 

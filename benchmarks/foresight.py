@@ -14,7 +14,7 @@ from statistics import median
 import torch
 from fresh_processes import apart
 from report import options, publish
-from steps import NO_DROPOUT, train_step
+from steps import NO_DROPOUT, seconds_of, train_step
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import patrickstar as ps
@@ -107,9 +107,7 @@ def train(draw: dict) -> dict:
     engine, _ = ps.initialize(lambda: build(draw), configured(draw["budget"], draw["precision"]))
     seconds, stats = [], []
     for _ in range(STEPS):
-        start = time.perf_counter()
-        step(engine)
-        seconds.append(time.perf_counter() - start)
+        seconds.append(seconds_of(lambda: step(engine)))
         stats.append(engine.stats.last)
     trace = plain(engine.inspect().trace)
     engine.close(keep=False)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from report import options, publish
-from steps import alternating, train_step
+from steps import Plain, alternating, train_step
 from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -46,19 +46,6 @@ def build(given: argparse.Namespace) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).train()
 
 
-class Plain:
-    """Plain PyTorch, with the interface of an engine."""
-
-    def __init__(self, model: Any) -> None:
-        self.model, self.optimizer = model, torch.optim.AdamW(model.parameters())
-
-    def __call__(self, **batch: torch.Tensor) -> Any:
-        return self.model(**batch)
-
-    def backward(self, loss: torch.Tensor) -> None:
-        loss.backward()
-
-
 def evaluate(trainer: Any, ids: torch.Tensor) -> None:
     with torch.no_grad():
         trainer(input_ids=ids, labels=ids)
@@ -69,7 +56,7 @@ def trainers(given: argparse.Namespace) -> dict[str, Any]:
     config = ps.Config(device="cpu", precision="fp32", chunk_size=16 * 1024)
     half_bytes = sum(param.nbytes for param in plain.parameters()) // 2 + 48 * 1024
     made = {
-        "plain PyTorch": Plain(plain),
+        "plain PyTorch": Plain(plain, torch.optim.AdamW(plain.parameters())),
         "engine, resident": ps.Engine(partial(build, given), config),
         # The memory of this process says nothing about so small a budget.
         "engine, half": ps.Engine(
@@ -79,7 +66,7 @@ def trainers(given: argparse.Namespace) -> dict[str, Any]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     for module in (*sharded.model.layers, sharded):
         fully_shard(module)
-    return made | {"FSDP2": Plain(sharded)}
+    return made | {"FSDP2": Plain(sharded, torch.optim.AdamW(sharded.parameters()))}
 
 
 def main() -> None:

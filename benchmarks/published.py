@@ -40,9 +40,8 @@ FURTHER = {name: Gpt(layers, 8192, 16, VOCAB, head=False) for name, layers in LA
 PAPER = {(NODE, 1): "12B", (NODE, 8): "18B", (PC, 1): "0.7B"}
 """Largest published model per number of GPUs, and that of the paper's $700 PC."""
 
-FITTED = (("host", "core_bandwidth"), ("host", "memory_bandwidth"), ("host", "page_lock"))
 CONSTANTS = (
-    *FITTED,
+    *(("host", "core_bandwidth"), ("host", "memory_bandwidth"), ("host", "page_lock")),
     ("gpu", "matmul_tflops"),
     ("gpu", "half_rate_size"),
     ("gpu", "memory_bandwidth"),

@@ -14,7 +14,7 @@ the reverse order of the chunks. That is the order on a disk whose rate is a qua
 
 import json
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -32,7 +32,7 @@ from steps import train_step
 from torch.optim.lr_scheduler import LambdaLR
 
 import patrickstar as ps
-from patrickstar._cli.corpus import Corpus, standard_library
+from patrickstar._cli.corpus import standard_library
 from patrickstar._cli.sampler import BatchSampler
 from patrickstar._cli.tokenizer import _encode, train_tokenizer
 from patrickstar._cli.train import learning_rate_factor
@@ -52,13 +52,6 @@ Tokens = list[NDArray[np.unsignedinteger]]
 """Those of the training and of the validation."""
 UPDATES = "exact", "delayed", "lock-free"
 PICTURE = Path(__file__).parents[1] / "docs" / "staleness.svg"
-
-
-def split(corpus: Corpus) -> tuple[Corpus, Corpus]:
-    """Return nine tenths of the files of a corpus, and every tenth one."""
-    held_out = corpus.paths[9::10]
-    others = tuple(path for path in corpus.paths if path not in set(held_out))
-    return replace(corpus, paths=others), replace(corpus, paths=held_out)
 
 
 def write_log(path: Path, pages: dict[str, Any], steps: int) -> None:
@@ -93,28 +86,26 @@ def engine_of(model: str, update: ps.Delayed | ps.LockFree | None, seed: int, op
     return ps.Engine(build, config, weights=weights, meter=NoMeter())
 
 
-def validation_loss(trainer: Any, batches: list[torch.Tensor]) -> float:
+def validation_loss(engine: ps.Engine, batches: list[torch.Tensor]) -> float:
     with torch.no_grad():
-        return fmean(trainer(input_ids=ids, labels=ids).loss.item() for ids in batches)
+        return fmean(engine(input_ids=ids, labels=ids).loss.item() for ids in batches)
 
 
-def learn(
-    trainer: Any, optimizer: Any, tokens: Tokens, steps: int, seed: int, measurements: int = MEASUREMENTS
-) -> list[float]:
-    """Train an engine or a reference trainer, and return the validation losses along the way."""
-    scheduler = LambdaLR(optimizer, partial(learning_rate_factor, warmup_steps=WARMUP_STEPS, steps=steps))
+def learn(engine: ps.Engine, tokens: Tokens, steps: int, seed: int) -> list[float]:
+    """Train, and return the validation losses along the way."""
+    scheduler = LambdaLR(engine.optimizer, partial(learning_rate_factor, warmup_steps=WARMUP_STEPS, steps=steps))
     batches, held_out = (
         iter(BatchSampler(part, SEQUENCE, BATCH, of)) for part, of in zip(tokens, (seed, 0), strict=True)
     )
     validation = [next(held_out) for _ in range(VALIDATION_BATCHES)]
     found = []
     for step in range(1, steps + 1):
-        train_step(trainer, next(batches), max_norm=MAX_NORM)
+        train_step(engine, next(batches), max_norm=MAX_NORM)
         scheduler.step()
-        if step == steps and isinstance(trainer, ps.Engine):
-            trainer.optimizer.flush()
-        if step % (steps // measurements) == 0:
-            found.append(validation_loss(trainer, validation))
+        if step == steps:
+            engine.optimizer.flush()
+        if step % (steps // MEASUREMENTS) == 0:
+            found.append(validation_loss(engine, validation))
     return found
 
 
@@ -134,7 +125,7 @@ def losses(
             write_log(path, json.loads(path.read_text())["chunks"], steps)
             update = ps.LockFree(after=AFTER, replay=path)
         engine = engine_of(model, update, seed, spec)
-    found = learn(engine, engine.optimizer, tokens, steps, seed)
+    found = learn(engine, tokens, steps, seed)
     staleness = engine.stats.total.staleness
     engine.close(keep=False)
     print(name, seed, f"{found[-1]:.4f}", flush=True)
@@ -143,17 +134,12 @@ def losses(
 
 def tokens_of(model: str) -> Tokens:
     """Return the tokens of nine tenths of the files of the standard library, and of every tenth one."""
-    vocabulary = find_model(model, None).vocabulary
-    training, held_out = split(standard_library())
-    tokenizer = train_tokenizer(training, vocabulary.size)
-    return [_encode(tokenizer, corpus, vocabulary) for corpus in (training, held_out)]
-
-
-def in_two_processes(run: Callable[[str, int], Any], names: Iterable[str], seeds: range) -> dict[tuple[str, int], Any]:
-    """Return the results for each name and seed."""
-    runs = list(product(names, seeds))
-    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-        return dict(zip(runs, pool.map(run, *zip(*runs, strict=True)), strict=True))
+    vocabulary, corpus = find_model(model, None).vocabulary, standard_library()
+    held_out = corpus.paths[9::10]
+    training = tuple(path for path in corpus.paths if path not in set(held_out))
+    parts = [replace(corpus, paths=paths) for paths in (training, held_out)]
+    tokenizer = train_tokenizer(parts[0], vocabulary.size)
+    return [_encode(tokenizer, part, vocabulary) for part in parts]
 
 
 def against(last: list[float], other: list[float]) -> tuple[float, float]:
@@ -184,7 +170,9 @@ def main() -> None:
     published = (given.rate, given.beta1, given.seeds) == (RATE, BETA1, SEEDS)
     seeds, spec = range(given.seeds), ps.AdamW(lr=given.rate, betas=(given.beta1, 0.999), weight_decay=0.01)
     run = partial(losses, given.model, given.steps, spec, tokens_of(given.model))
-    results = in_two_processes(run, UPDATES, seeds)
+    runs = list(product(UPDATES, seeds))
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+        results = dict(zip(runs, pool.map(run, *zip(*runs, strict=True)), strict=True))
     means = {
         name: [fmean(each) for each in zip(*(results[name, seed][0] for seed in seeds), strict=True)]
         for name in UPDATES

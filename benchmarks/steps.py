@@ -49,6 +49,19 @@ def train_step(trainer: Any, ids: torch.Tensor, *, max_norm: float | None = None
     return loss
 
 
+class Plain:
+    """A model in plain PyTorch, with the interface of an engine."""
+
+    def __init__(self, model: Any, optimizer: Any) -> None:
+        self.model, self.optimizer = model, optimizer
+
+    def __call__(self, **batch: torch.Tensor) -> Any:
+        return self.model(**batch)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+
 def seconds_of(action: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
     """Return the seconds that an action takes."""
     start_s = clock()

@@ -13,7 +13,7 @@ import patrickstar as ps
 from gpu_stages.peers import PEERS, StepAndClose, sum_of
 from gpu_stages.record import Record
 from gpu_stages.shapes import build_on_meta, pattern
-from gpu_stages.timing import synchronize
+from gpu_stages.timing import once
 from patrickstar._engine.engine import Engine
 
 WARM_UP_STEPS = {"engine": 4}
@@ -68,11 +68,7 @@ def train(record: Record, options: SimpleNamespace) -> None:
     def timed(count: int) -> list[float]:
         times = []
         for _ in range(count):
-            synchronize(device)
-            start = time.perf_counter()
-            losses.append(step(ids).item())
-            synchronize(device)
-            times.append(time.perf_counter() - start)
+            times.append(once(lambda: losses.append(step(ids).item()), device))
             print(f"step of {times[-1]:.3f} s, loss {losses[-1]:.6f}", flush=True)
         return times
 
