@@ -79,14 +79,20 @@ def configured(budget: int, precision: str) -> ps.Config:
     )
 
 
+def needs(draw: dict, precision: str) -> tuple[int, int, int]:
+    """Return the bytes of non-model data and of parameters of a step without limits, and the number of parameters."""
+    ample = ps.Config(device="cpu", device_memory="16GiB", host_memory="16GiB", precision=precision)
+    report = simulate(Engine, lambda: build(draw), ample, step_of(draw), RAM)
+    numel = sum(param.numel() for param in build(draw).parameters())
+    return report.stats.device_peak_non_model_bytes, ample.compute_dtype.itemsize * numel, numel
+
+
 def predict(draw: dict) -> dict:
     """Dry-run one draw and return the predictions, with the budget chosen for it."""
     step = step_of(draw)
-    ample = configured(16 << 30, draw["precision"])
-    unlimited = simulate(Engine, lambda: build(draw), ample, step, RAM)
+    non_model_bytes, param16_bytes, _ = needs(draw, draw["precision"])
     # In some of the draws, this budget forces transfers of parameters.
-    param16 = sum(param.numel() * ample.compute_dtype.itemsize for param in build(draw).parameters())
-    budget = int(1.3 * unlimited.stats.device_peak_non_model_bytes + param16 * draw["share"] + (1 << 26))
+    budget = int(1.3 * non_model_bytes + param16_bytes * draw["share"] + (1 << 26))
     start = time.perf_counter()
     config = configured(budget, draw["precision"])
     report = simulate_on_this_machine(Engine, lambda: build(draw), config, step, torch.device("cpu"))

@@ -13,14 +13,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from foresight import RAM, build, step_of
+from foresight import build, needs
 from fresh_processes import in_fresh_processes
 from report import options, publish
 from surprises import STEPS, run_steps
 
 import patrickstar as ps
-from patrickstar import Engine
-from patrickstar._dry_run.simulation import simulate
 
 NAMED = re.compile(r"Each of these alone is enough, verified by dry runs: (.*?)\. The dry run was refused")
 
@@ -53,17 +51,15 @@ def sampled(draw: dict) -> bool:
 
 def configured(draw: dict, directory: str) -> ps.Config:
     """Return budgets that are parts of what the model needs without any limit."""
-    ample = ps.Config(device="cpu", device_memory="16GiB", host_memory="16GiB", precision="fp32")
-    report = simulate(Engine, lambda: build(draw), ample, step_of(draw), RAM)
-    numel = sum(param.numel() for param in build(draw).parameters())
+    non_model_bytes, param_bytes, numel = needs(draw, "fp32")
     # Without a sample, the model data alone should not be refused.
     host = draw["host"] if sampled(draw) else max(1.1, draw["host"])
-    return ample.model_copy(
-        update={
-            "device_memory": int((report.stats.device_peak_non_model_bytes + 4 * numel) * draw["device"]),
-            "host_memory": int(12 * numel * host) + (1 << 20),
-            "disk": ps.Disk(directory=directory) if draw["disk"] else None,
-        }
+    return ps.Config(
+        device="cpu",
+        precision="fp32",
+        device_memory=int((non_model_bytes + param_bytes) * draw["device"]),
+        host_memory=int(12 * numel * host) + (1 << 20),
+        disk=ps.Disk(directory=directory) if draw["disk"] else None,
     )
 
 

@@ -13,14 +13,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from foresight import RAM, build, step_of
+from foresight import build, needs, step_of
 from fresh_processes import in_fresh_processes
 from report import options, publish
 
 import patrickstar as ps
 from patrickstar import Engine
 from patrickstar._dry_run.fit_check import FitCheck, Trial
-from patrickstar._dry_run.simulation import simulate
 from patrickstar.errors import BudgetError
 
 STEPS = 3
@@ -70,16 +69,11 @@ def run_steps(make: Callable[[], ps.Engine], draw: dict) -> str:
 
 
 def options_of(draw: dict, directory: str | None, precision: str) -> ps.Config:
-    ample = ps.Config(device="cpu", device_memory="16GiB", host_memory="16GiB", precision=precision)
-    report = simulate(Engine, lambda: build(draw), ample, step_of(draw), RAM)
-    numel = sum(param.numel() for param in build(draw).parameters())
+    non_model_bytes, param16_bytes, numel = needs(draw, precision)
     return ps.Config(
         device="cpu",
         precision=precision,
-        device_memory=int(
-            report.stats.device_peak_non_model_bytes * draw["non_model"]
-            + ample.compute_dtype.itemsize * numel * draw["params"]
-        ),
+        device_memory=int(non_model_bytes * draw["non_model"] + param16_bytes * draw["params"]),
         host_memory=int(12 * numel * draw["host"]) + (1 << 26),
         disk=ps.Disk(directory) if draw["disk"] and directory is not None else None,
     )
