@@ -38,7 +38,9 @@ def row(name: str, machine_name: str, batch: int, disk: bool, clipped: bool, dir
     machine = find_machine(machine_name) if disk else without_disk(machine_name)
     work = language_model(find_model(name), SEQUENCE).workloads(machine)(batch, True)
     start = time.perf_counter()
-    report = dry_run(builder_of(name), machine, batch, SEQUENCE, clipped, disk=ps.Disk(directory) if disk else None)
+    # With fp16, which "auto" takes on a V100, update=True is refused.
+    config = {"precision": "bf16", "disk": ps.Disk(directory) if disk else None}
+    report = dry_run(builder_of(name), machine, batch, SEQUENCE, clipped, **config)
     duration_s = time.perf_counter() - start
     stats, best = report.stats, estimate(work, machine)
     moved = stats.h2d_bytes + stats.d2h_bytes, stats.disk_read_bytes + stats.disk_write_bytes

@@ -20,6 +20,7 @@ from report import options, publish
 import patrickstar as ps
 from patrickstar import Engine
 from patrickstar._dry_run.fit_check import FitCheck, Trial
+from patrickstar._memory.hardware import Hardware
 from patrickstar.errors import BudgetError
 
 STEPS = 3
@@ -82,7 +83,7 @@ def options_of(draw: dict, directory: str | None, precision: str) -> ps.Config:
 def predict(draw: dict, config: ps.Config) -> str:
     """Predict with the dry run that `ps.initialize` does of a sample."""
     ids = torch.zeros(draw["batch"], draw["sequence"], dtype=torch.int64)
-    check = FitCheck(Engine, lambda: build(draw), torch.device("cpu"))
+    check = FitCheck(Engine, lambda: build(draw), Hardware(torch.device("cpu")))
     return outcome(lambda: check.run(Trial(config, (), {"input_ids": ids, "labels": ids})))
 
 
