@@ -81,6 +81,7 @@ class TwoSpeeds(torch.optim.Optimizer):
 Torch = torch.optim
 partial = functools.partial
 OWN = {
+    "Adam": ps.Adam(lr=1e-2),
     "SGD": ps.SGD(lr=0.1),
     "SGD with momentum": ps.SGD(lr=0.1, momentum=0.9, dampening=0.1),
     "SGD with Nesterov's momentum": ps.SGD(lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
@@ -90,6 +91,7 @@ OWN = {
     "schedule-free AdamW": ps.ScheduleFreeAdamW(lr=1e-2, warmup_steps=2, weight_decay=0.1),
     "AdamW, 8-bit": ps.AdamW8bit(lr=1e-2, weight_decay=0.1),
     "a user's": SignSGD(),
+    "counting": Counting(),
 }
 THEIRS = {
     "RMSprop": Torch.RMSprop,

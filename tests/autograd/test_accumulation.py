@@ -5,9 +5,7 @@ import torch
 import torch.nn as nn
 from toys import mean_square
 
-import patrickstar as ps
 from patrickstar import testing
-from patrickstar.errors import TrainingError
 
 from .zoo import WIDTH, Stack, call_block, compare_steps, linear, mlp, module, normal, normal_batches, update
 
@@ -20,30 +18,69 @@ def test_accumulation_with_a_last_short_batch(accumulation, config, checkpointin
     )
 
 
-def test_two_forwards_then_two_backwards(config, checkpointing):
-    def step(trainer, optimizer, x):
-        first, second = mean_square(trainer(x)), mean_square(trainer(-x) - 1)
-        trainer.backward(first)
-        return first.detach(), update(trainer, optimizer, second)
-
-    compare_steps(lambda: Stack([mlp(), linear()], checkpointing), config, step)
+def two_forwards_then_two_backwards(trainer, optimizer, x):
+    first, second = mean_square(trainer(x)), mean_square(trainer(-x) - 1)
+    trainer.backward(first)
+    return first.detach(), update(trainer, optimizer, second)
 
 
-def test_two_forwards_then_one_backward(config, checkpointing):
-    def step(trainer, optimizer, x):
-        return [update(trainer, optimizer, mean_square(trainer(x)) + mean_square(trainer(-x) - 1))]
-
-    compare_steps(lambda: Stack([mlp(), linear()], checkpointing), config, step)
+def two_forwards_then_one_backward(trainer, optimizer, x):
+    return [update(trainer, optimizer, mean_square(trainer(x)) + mean_square(trainer(-x) - 1))]
 
 
-def test_one_forward_with_two_losses(config):
-    def step(trainer, optimizer, x):
-        output = trainer(x)
-        first, second = mean_square(output), output.float().abs().mean()
-        trainer.backward(first, retain_graph=True)
-        return first.detach(), update(trainer, optimizer, second)
+def one_forward_with_two_losses(trainer, optimizer, x):
+    output = trainer(x)
+    first, second = mean_square(output), output.float().abs().mean()
+    trainer.backward(first, retain_graph=True)
+    return first.detach(), update(trainer, optimizer, second)
 
-    compare_steps(lambda: Stack([mlp(), linear()]), config, step)
+
+def a_discarded_gradient(trainer, optimizer, x):
+    """Call zero_grad without a step: the gradients are discarded and the weights unchanged."""
+    trainer.backward(mean_square(trainer(x * 7)))
+    optimizer.zero_grad()
+    return [update(trainer, optimizer, mean_square(trainer(x)))]
+
+
+def a_forward_without_backward(trainer, optimizer, x):
+    return mean_square(trainer(x * 7)).detach(), update(trainer, optimizer, mean_square(trainer(x)))
+
+
+def a_step_without_backward(trainer, optimizer, x):
+    loss = update(trainer, optimizer, mean_square(trainer(x)))
+    optimizer.step()
+    optimizer.zero_grad()
+    return [loss]
+
+
+def zeroing_before_backward_instead_of_after_the_step(trainer, optimizer, x):
+    optimizer.zero_grad()
+    loss = mean_square(trainer(x))
+    trainer.backward(loss)
+    optimizer.step()
+    return [loss.detach()]
+
+
+def a_backward_through_weights_of_an_earlier_step(trainer, optimizer, x):
+    """The weights that the graph saved have changed: PyTorch detects this, and the engine must not hide it."""
+    stale = mean_square(trainer(-x))
+    loss = update(trainer, optimizer, mean_square(trainer(x)))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        trainer.backward(stale)
+    optimizer.zero_grad()
+    return [loss]
+
+
+STEPS = (
+    *(two_forwards_then_two_backwards, two_forwards_then_one_backward, one_forward_with_two_losses),
+    *(a_discarded_gradient, a_forward_without_backward, a_step_without_backward),
+    *(zeroing_before_backward_instead_of_after_the_step, a_backward_through_weights_of_an_earlier_step),
+)
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
+def test_unusual_steps(step, config, recomputing):
+    compare_steps(lambda: Stack([mlp(), linear()], recomputing), config, step)
 
 
 def test_accumulation_changes_from_step_to_step(config):
@@ -57,69 +94,6 @@ def test_accumulation_changes_from_step_to_step(config):
             optimizer.zero_grad()
 
     testing.compare(lambda: Stack([mlp()]), config, lambda *trainer: list(script(*trainer)))
-
-
-def test_a_discarded_gradient(config):
-    """Call zero_grad without a step: the gradients are discarded and the weights unchanged."""
-
-    def step(trainer, optimizer, x):
-        trainer.backward(mean_square(trainer(x * 7)))
-        optimizer.zero_grad()
-        return [update(trainer, optimizer, mean_square(trainer(x)))]
-
-    compare_steps(lambda: Stack([mlp()]), config, step)
-
-
-def test_a_forward_without_backward(config):
-    def step(trainer, optimizer, x):
-        return mean_square(trainer(x * 7)).detach(), update(trainer, optimizer, mean_square(trainer(x)))
-
-    compare_steps(lambda: Stack([mlp()]), config, step)
-
-
-def test_a_step_without_backward(config):
-    def step(trainer, optimizer, x):
-        loss = update(trainer, optimizer, mean_square(trainer(x)))
-        optimizer.step()
-        optimizer.zero_grad()
-        return [loss]
-
-    compare_steps(lambda: Stack([mlp()]), config, step)
-
-
-def test_backward_called_on_the_loss_itself(config):
-    """Call `loss.backward()` instead of `engine.backward`: the steps are equal or raise; no gradient is lost."""
-
-    def run(backward):
-        torch.manual_seed(0)
-        engine, optimizer = ps.initialize(mlp, config)
-        for (x,) in normal_batches():
-            backward(engine, mean_square(engine(x)))
-            optimizer.step()
-            optimizer.zero_grad()
-        return engine.state_dict()
-
-    expected = run(lambda engine, loss: engine.backward(loss))
-    try:
-        found = run(lambda engine, loss: loss.backward())
-    except TrainingError as error:
-        assert "engine.backward" in str(error)
-    else:
-        testing.assert_same_bits(expected, found, "parameters")
-
-
-def test_backward_through_weights_of_an_earlier_step_is_an_error(config, checkpointing):
-    """The weights that the graph saved have changed: PyTorch detects this, and the engine must not hide it."""
-
-    def step(trainer, optimizer, x):
-        stale = mean_square(trainer(-x))
-        loss = update(trainer, optimizer, mean_square(trainer(x)))
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            trainer.backward(stale)
-        optimizer.zero_grad()
-        return [loss]
-
-    compare_steps(lambda: Stack([mlp(), linear()], checkpointing), config, step)
 
 
 @pytest.mark.parametrize("kind", ["hook", "post-accumulate hook"])

@@ -54,28 +54,6 @@ def test_an_engine_called_inside_anothers_forward(config):
     testing.compare(lambda: Stack([mlp(), linear()]), config, script)
 
 
-def test_alone_or_interleaved_is_the_same(config):
-    def engine(seed):
-        torch.manual_seed(seed)
-        return ps.initialize(other_model, config)
-
-    alone = []
-    for seed in (1, 2):
-        trainer, _ = engine(seed)
-        alone.append((train(trainer), trainer.state_dict()))
-        trainer.close()
-
-    pair = [engine(seed) for seed in (1, 2)]
-    together = [[], []]
-    for step in range(3):
-        for losses, (trainer, _) in zip(together, pair, strict=True):
-            losses += train(trainer, steps=1, first=step)
-    for (losses, state), found, (trainer, _) in zip(alone, together, pair, strict=True):
-        testing.assert_same_bits(losses, found, "losses")
-        testing.assert_same_bits(state, trainer.state_dict(), "parameters")
-        trainer.close()
-
-
 def test_one_engine_after_another_over_one_module(config):
     """A closed engine leaves a plain module, which another engine can manage."""
     torch.manual_seed(0)

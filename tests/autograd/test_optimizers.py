@@ -1,5 +1,6 @@
-"""Optimizers other than Adam: those of this package, of `torch.optim`, and user-defined ones."""
+"""Optimizers of this package, of `torch.optim`, and user-defined ones; their states, saved and exchanged."""
 
+import copy
 from functools import partial
 
 import pytest
@@ -10,10 +11,10 @@ from toys import mean_square
 
 import patrickstar as ps
 from patrickstar import testing
-from patrickstar.errors import ConfigError, PatrickStarError
+from patrickstar.errors import ModelError, PatrickStarError
 
-from .optimizer_cases import OPTIMIZERS, SOME, Torch, build, plain_sgd
-from .zoo import WIDTH, linear, module, normal, normal_batches, small_chunks, train
+from .optimizer_cases import OPTIMIZERS, SOME, SignSGD, Torch, build, plain_sgd, plain_steps
+from .zoo import WIDTH, linear, module, normal, normal_batches, small_chunks, through_a_file, train
 
 
 @pytest.fixture(params=["bf16", "fp16", "fp32"])
@@ -28,7 +29,12 @@ def config(request, precision):
 
 # The same bits as plain PyTorch
 
-WARM_UP = partial(lr_scheduler.LambdaLR, lr_lambda=lambda step: step / 3)
+SCHEDULERS = {
+    "every step": partial(lr_scheduler.StepLR, step_size=1, gamma=0.5),
+    "warm-up from zero": partial(lr_scheduler.LambdaLR, lr_lambda=lambda step: step / 3),
+    # Changes the momentum of optimizers that have one.
+    "one cycle": partial(lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=16),
+}
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -48,21 +54,7 @@ def test_clipping_and_accumulation(max_norm, config):
 
 
 def test_a_learning_rate_schedule(config):
-    testing.assert_exact(build, normal_batches(4), config, scheduler=WARM_UP)
-
-
-def test_a_learning_rate_schedule_of_adamw(precision):
-    testing.assert_exact(build, normal_batches(4), small_chunks(precision), scheduler=WARM_UP)
-
-
-def test_a_schedule_that_moves_the_momentum_too(precision):
-    """OneCycleLR changes the momentum of optimizers that have one."""
-    config = small_chunks(precision, optimizer=ps.SGD(lr=0.1, momentum=0.9))
-
-    def scheduler(optimizer):
-        return lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=16)
-
-    testing.assert_exact(build, normal_batches(4), config, scheduler=scheduler)
+    testing.assert_exact(build, normal_batches(4), config, scheduler=SCHEDULERS["warm-up from zero"])
 
 
 def decay_and_speed(model):
@@ -98,6 +90,13 @@ def test_param_groups(name, precision):
         return losses + train(trainer, steps=1, first=4)
 
     testing.compare(build, small_chunks(precision, optimizer=GROUPED[name]), script)
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_learning_rate_schedules_of_param_groups(scheduler, name, precision):
+    config = small_chunks(precision, optimizer=GROUPED[name])
+    testing.assert_exact(build, normal_batches(4), config, scheduler=SCHEDULERS[scheduler])
 
 
 class Branches(nn.Module):
@@ -169,7 +168,7 @@ def test_a_step_that_overflows_changes_no_state():
 
 BYTES = {"ps: SGD": 6, "ps: SGD with momentum": 10, "ps: Lion": 10, "ps: AdamW, 8-bit": 8, "ps: a user's": 10}
 BYTES |= {"torch: SGD": 6, "torch: SGD with momentum": 10, "torch: RMSprop": 10, "torch: RMSprop, centered": 18}
-BYTES |= {"torch: NAdam": 14, "torch: AdamW": 14, "torch: AdamW, amsgrad": 18}
+BYTES |= {"torch: NAdam": 14, "torch: AdamW": 14, "torch: AdamW, amsgrad": 18, "ps: Adam": 14}
 
 
 @pytest.mark.parametrize("name", BYTES)
@@ -185,32 +184,7 @@ def test_bytes_per_parameter(name, precision):
     engine.close()
 
 
-def test_adam_has_14():
-    for optimizer in (ps.Adam(), ps.AdamW()):
-        engine, _ = ps.initialize(build, small_chunks("bf16", optimizer=optimizer))
-        assert {chunk.schema.bytes_per_param for chunk in engine.layout.chunks} == {14}
-        engine.close()
-
-
 # Refusals
-
-
-def check_refused(optimizer, *words):
-    with pytest.raises(ConfigError) as caught:
-        ps.Config(optimizer=optimizer)
-    message = str(caught.value)
-    assert all(word in message for word in words), message
-    assert "\n" not in message
-
-
-def test_a_class_that_takes_no_gradients_is_refused_by_name():
-    check_refused(Torch.LBFGS, "LBFGS")
-    check_refused(partial(Torch.LBFGS, lr=0.1), "LBFGS(lr=0.1)")
-
-
-def test_an_optimizer_over_parameters_is_refused_with_what_to_give_instead():
-    made = Torch.RMSprop([nn.Parameter(torch.zeros(2))])
-    check_refused(made, "give the class", "functools.partial(torch.optim.RMSprop, lr=...)", "ps.AdamW(lr=...)")
 
 
 def with_momentum(model):
@@ -238,3 +212,95 @@ def test_a_momentum_that_the_options_did_not_announce_is_right_or_refused_by_nam
         testing.compare(build, small_chunks("bf16", optimizer=chosen), script)
     except PatrickStarError as error:
         assert "momentum" in str(error)
+
+
+# State
+
+
+@pytest.mark.parametrize("name", [None, "ps: counting", *SOME], ids=str)
+def test_resuming(name, precision):
+    """The engine loads states of PyTorch's optimizers and its own: of AdamW, and scalars of a user-defined rule."""
+    config = small_chunks(precision, optimizer=OPTIMIZERS.get(name))
+    saved, continued = [], []
+
+    def save_and_go_on(trainer, optimizer):
+        losses = train(trainer, steps=2)
+        saved.append(through_a_file((trainer.state_dict(), optimizer.state_dict())))
+        continued.append(train(trainer, steps=2, first=2) + list(trainer.state_dict().values()))
+        return losses
+
+    testing.compare(build, config, save_and_go_on)
+    for model_state, optimizer_state in saved:
+        engine, optimizer = ps.initialize(build, config)
+        engine.load_state_dict(model_state)
+        optimizer.load_state_dict(copy.deepcopy(optimizer_state))
+        found = train(engine, steps=2, first=2) + list(engine.state_dict().values())
+        if config.precision != "fp16" or "loss_scale" in optimizer_state:  # plain PyTorch does not store it there
+            testing.assert_same_bits(continued[0], found, "what follows the load")
+
+
+def test_saving_right_after_loading_gives_the_same(config):
+    engine, optimizer = ps.initialize(build, config)
+    train(engine, steps=2)
+    state = optimizer.state_dict()
+    other, other_optimizer = ps.initialize(build, config)
+    train(other, steps=1)
+    other_optimizer.load_state_dict(copy.deepcopy(state))
+    again = other_optimizer.state_dict()
+    assert again["param_groups"] == state["param_groups"]
+    assert again["loss_scale"] == state["loss_scale"]
+    assert again["state"].keys() == state["state"].keys()
+    for position, values in state["state"].items():
+        testing.assert_same_bits(values, again["state"][position], f"states of parameter {position}")
+
+
+SGD_OPTIONS = [
+    {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1},
+    {"lr": 0.1, "momentum": 0.9, "nesterov": True},
+    {"lr": 0.1},
+]
+
+
+@pytest.mark.parametrize("options", SGD_OPTIONS, ids=str)
+def test_state_of_torchs_sgd_resumes_in_the_engine(options):
+    """The momentum is loaded; SGD saves no step count and needs none."""
+    model, optimizer = plain_sgd(2, **options)
+    engine, ours = ps.initialize(build, small_chunks("fp32", optimizer=ps.SGD(**options)))
+    engine.load_state_dict(model.state_dict())
+    ours.load_state_dict(optimizer.state_dict())
+    for name, value in model.state_dict().items():
+        assert torch.equal(engine.state_dict()[name], value)
+    for position, state in optimizer.state_dict()["state"].items():
+        for name, value in state.items():
+            assert torch.equal(ours.state_dict()["state"][position][name], value)
+    plain_steps(model, optimizer, 2, first=2)
+    train(engine, steps=2, first=2)
+    check_near(model, engine)
+
+
+@pytest.mark.parametrize("options", SGD_OPTIONS, ids=str)
+def test_state_of_the_engines_sgd_resumes_in_torchs(options):
+    engine, ours = ps.initialize(build, small_chunks("fp32", optimizer=ps.SGD(**options)))
+    train(engine, steps=2)
+    model, optimizer = plain_sgd(0, **options)
+    model.load_state_dict(engine.state_dict())
+    optimizer.load_state_dict(ours.state_dict())
+    plain_steps(model, optimizer, 2, first=2)
+    train(engine, steps=2, first=2)
+    check_near(model, engine)
+
+
+def check_near(model, engine):
+    """Assert equality up to the contracted operations that PyTorch's SGD uses where the machine has them."""
+    for name, value in model.state_dict().items():
+        assert torch.allclose(engine.state_dict()[name], value, rtol=1e-5, atol=1e-7), name
+
+
+def test_states_of_another_optimizer_are_refused(precision):
+    engine, optimizer = ps.initialize(build, small_chunks(precision, optimizer=ps.SGD(lr=0.1)))
+    train(engine, steps=1)
+    saved = optimizer.state_dict()
+    for other in (ps.SGD(lr=0.1, momentum=0.9), ps.Lion(), ps.AdamW(), SignSGD(), Torch.RMSprop):
+        engine, optimizer = ps.initialize(build, small_chunks(precision, optimizer=other))
+        with pytest.raises(ModelError, match=r"but this optimizer needs.*nothing was loaded"):
+            optimizer.load_state_dict(saved)
