@@ -1,5 +1,7 @@
 """`torch.compile` on each block of a model."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn as nn
@@ -46,32 +48,23 @@ def compiled(block, backend, way):
     return block
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_each_block_compiled(backend, way, config):
-    def build():
-        return Stack([compiled(Block(), backend, way) for _ in range(3)])
-
-    testing.assert_exact(build, normal_batches(), config)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_compiled_blocks_recomputed(backend, way, config):
-    def build():
-        return Stack([compiled(Block(), backend, way) for _ in range(2)], "non-reentrant")
-
-    testing.assert_exact(build, normal_batches(), config)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_compiled_blocks_among_others(backend, way, config):
+def some_compiled(compile_block):
     """Compile some blocks, one of which is used twice and one frozen."""
+    shared = compile_block(Block())
+    return Stack([shared, Block(), compile_block(Block().requires_grad_(False)), shared])
 
-    def build():
-        shared = compiled(Block(), backend, way)
-        frozen = compiled(Block().requires_grad_(False), backend, way)
-        return Stack([shared, Block(), frozen, shared])
 
-    testing.assert_exact(build, normal_batches(), config)
+MODELS = {
+    "each block": lambda compile_block: Stack([compile_block(Block()) for _ in range(3)]),
+    "recomputed": lambda compile_block: Stack([compile_block(Block()) for _ in range(2)], "non-reentrant"),
+    "among others": some_compiled,
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("model", MODELS)
+def test_compiled_blocks(backend, model, way, config):
+    testing.assert_exact(lambda: MODELS[model](partial(compiled, backend=backend, way=way)), normal_batches(), config)
 
 
 def test_compiled_blocks_in_eval_and_with_another_shape(way, config):

@@ -35,20 +35,16 @@ def checkpoint_twice(m, x):
 twice = module(checkpoint_twice, shared=linear, own=linear)
 
 
-def early_loop(steps=5, accumulation=1):
-    """Return a training loop whose last backward before each step has update=True."""
-    data = normal_batches(steps * accumulation)
-    return lambda trainer, _: train(trainer, data, accumulation=accumulation, update=True)
-
-
 @pytest.mark.parametrize("stress", [True, False], ids=["everything evicted", "everything fits"])
-@pytest.mark.parametrize("build", [stack, tied])
-def test_the_same_bits(build, stress, precision, checkpointing):
-    testing.compare(lambda: build(checkpointing), small_chunks(precision), early_loop(), stress=stress)
-
-
-def test_the_same_bits_with_accumulation(precision, checkpointing):
-    testing.compare(lambda: stack(checkpointing), small_chunks(precision), early_loop(4, accumulation=3))
+@pytest.mark.parametrize(("build", "accumulation"), [(stack, 1), (tied, 1), (stack, 3)])
+def test_the_same_bits(build, accumulation, stress, precision, checkpointing):
+    data = normal_batches(4 * accumulation)
+    testing.compare(
+        lambda: build(checkpointing),
+        small_chunks(precision),
+        lambda trainer, _: train(trainer, data, accumulation=accumulation, update=True),
+        stress=stress,
+    )
 
 
 @pytest.mark.skipif(CppBackend.find() is None, reason="without the C++ kernel nothing runs beside operators")
@@ -87,13 +83,17 @@ def updated_before_the_step(engine):
     return {param.name for param in engine.inspect().parameters if param.steps > before[param.name]}
 
 
-def test_chunks_are_updated_before_the_step(precision):
-    engine = testing.stressed(stack, small_chunks(precision))
+@pytest.fixture
+def engine(precision):
+    with testing.stressed(stack, small_chunks(precision)) as engine:
+        yield engine
+
+
+def test_chunks_are_updated_before_the_step(engine):
     names = set(dict(engine.module.named_parameters()))
     assert updated_before_the_step(engine) == names
     engine.optimizer.step()
     assert {param.steps for param in engine.inspect().parameters} == {3}
-    engine.close()
 
 
 def test_gradients_that_grow_under_reentrant_checkpointing_are_updated_in_the_step():
@@ -140,23 +140,19 @@ CALLS = {
 
 
 @pytest.mark.parametrize("act", CALLS)
-def test_other_calls_before_the_step_are_rejected(act):
-    engine = testing.stressed(stack, small_chunks("bf16"))
+def test_other_calls_before_the_step_are_rejected(act, engine):
     assert updated_before_the_step(engine)
     with pytest.raises(TrainingError, match=r"after engine.backward\(loss, update=True\)"):
         CALLS[act](engine)
     engine.optimizer.step()
     engine.optimizer.zero_grad()
-    engine.close()
 
 
-def test_a_learning_rate_changed_too_late_is_refused():
-    engine = testing.stressed(stack, small_chunks("bf16"))
+def test_a_learning_rate_changed_too_late_is_refused(engine):
     assert updated_before_the_step(engine)
     engine.optimizer.param_groups[0]["lr"] = 0.5
     with pytest.raises(TrainingError, match="already updated with the old ones"):
         engine.optimizer.step()
-    engine.close()
 
 
 def test_fp16_waits_for_all_gradients():
@@ -190,8 +186,7 @@ def test_a_step_unlike_earlier_steps_raises_by_name():
 
 
 @pytest.mark.parametrize("raw", [False, True], ids=["engine.backward", "loss.backward"])
-def test_another_backward_before_the_step_is_rejected(raw):
-    engine = testing.stressed(stack, small_chunks("bf16"))
+def test_another_backward_before_the_step_is_rejected(raw, engine):
     x = normal(2, WIDTH)
     early_steps(engine, 2, x)
     first, second = mean_square(engine(x)), mean_square(engine(x))
@@ -200,7 +195,6 @@ def test_another_backward_before_the_step_is_rejected(raw):
         second.backward() if raw else engine.backward(second)
     engine.optimizer.step()
     assert {param.steps for param in engine.inspect().parameters} == {3}
-    engine.close()
 
 
 def test_a_gradient_of_an_earlier_backward_does_not_complete_a_chunk(precision):

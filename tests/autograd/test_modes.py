@@ -7,7 +7,7 @@ from toys import mean_square
 
 from patrickstar import testing
 
-from .zoo import WIDTH, Stack, compare_steps, linear, mlp, module, normal, normal_batches, train, update
+from .zoo import WIDTH, Stack, linear, mlp, module, normal, normal_batches, train
 
 
 @pytest.fixture(params=[torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
@@ -46,41 +46,22 @@ def test_eval_before_the_first_step_and_between_steps(without_grad, config, chec
     testing.compare(lambda: build(checkpointing), config, script)
 
 
-def test_eval_between_forward_and_backward(without_grad, config, checkpointing):
-    def step(trainer, optimizer, x):
-        loss = mean_square(trainer(x))
-        return evaluate(trainer, without_grad), update(trainer, optimizer, loss)
+def test_eval_at_any_time(without_grad, config, checkpointing):
+    """Between forward, backward and step: gradients are stored in place of the weights that evaluation needs."""
 
-    compare_steps(lambda: build(checkpointing), config, step)
-
-
-def test_eval_between_backward_and_step(without_grad, config, checkpointing):
-    """Gradients are stored in place of the weights that evaluation needs."""
-
-    def step(trainer, optimizer, x):
-        loss = mean_square(trainer(x))
-        trainer.backward(loss)
-        yield loss.detach()
-        yield evaluate(trainer, without_grad)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    compare_steps(lambda: build(checkpointing), config, step)
-
-
-def test_eval_between_micro_batches(without_grad, config):
     def script(trainer, optimizer):
         seen = []
-        for step in range(2):
-            for (x,) in normal_batches(2):
+        for step in range(3):
+            for (x,) in normal_batches(1 + step % 2):
                 loss = mean_square(trainer(x + step))
+                seen.append(evaluate(trainer, without_grad))
                 trainer.backward(loss)
                 seen += [loss.detach(), evaluate(trainer, without_grad)]
             optimizer.step()
             optimizer.zero_grad()
         return seen
 
-    testing.compare(build, config, script)
+    testing.compare(lambda: build(checkpointing), config, script)
 
 
 def test_forward_with_grad_in_eval_mode(config):
