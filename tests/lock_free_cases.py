@@ -82,7 +82,7 @@ def run_random(seed: int, folder: Path, **options: Any) -> bool:
     """Compare a random loop with random budgets; return False if these are too small."""
     choice = random.Random(seed)
     script, precision = cases.random_loop(choice, DELAYED_EVENTS), choice.choice(["bf16", "bf16", "fp16", "fp32"])
-    after, replayed = choice.choice([0, 1, 2, 5]), choice.choice([None, IN_MEMORY])
+    after, replayed = choice.choice([0, 1, 4, 40]), choice.choice([None, IN_MEMORY])
     options = (
         dict(
             precision=precision,

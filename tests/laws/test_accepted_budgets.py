@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from sampling import draws
 from test_feasibility import budgets, layers_as_case, named, refusal, shares
 from torch import nn
+from toys import train
 
 import patrickstar as ps
 from patrickstar._engine.engine import Engine
@@ -23,12 +24,8 @@ def chain(widths: list[int]) -> nn.Module:
 def train_two_steps(widths: list[int], device_bytes: int, host_bytes: int) -> None:
     """Train a chain of layers, each in its own chunk."""
     config = ps.Config(device="cpu", device_memory=device_bytes, host_memory=max(1, host_bytes), chunk_size=2)
-    engine = Engine(chain(widths), config, meter=NoMeter())
-    for _ in range(2):
-        engine.backward(engine(torch.ones(1, widths[0])).float().sum())
-        engine.optimizer.step()
-        engine.optimizer.zero_grad()
-    engine.close()
+    with Engine(chain(widths), config, meter=NoMeter()) as engine:
+        train(engine, [(torch.ones(1, widths[0]),)] * 2)
 
 
 @pytest.mark.parametrize("widths", [[16, 16], [16, 16, 16, 16], [8, 16, 32, 16, 8, 4], [32, 32, 4, 4]], ids=str)

@@ -48,6 +48,7 @@ def test_peaks_when_everything_fits(shape, chunk_size, precision):
     assert engine.stats.last.host_peak_model_bytes == 0
     assert (engine.stats.last.h2d_bytes, engine.stats.last.d2h_bytes) == (0, 0)
     assert engine.stats.total.h2d_bytes == layout.optimizer_bytes
+    assert (engine.stats.total.steps, engine.stats.last.steps, engine.stats.last.loss_scale) == (3, 1, 1.0)
 
 
 def test_host_memory_of_chunks_that_move_to_the_device_is_released():

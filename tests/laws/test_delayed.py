@@ -18,10 +18,6 @@ from .test_late_copies import some_are_slow
 STEPS = 6
 
 
-def on_disk(tmp_path):
-    return dict(chunk_size="18KiB", device_memory=2.0, host_memory="200KiB", disk=ps.Disk(tmp_path))
-
-
 def compare(script, after=0, **options):
     return cases.compare(script, device="cpu", update=ps.Delayed(after=after), **options)
 
@@ -48,30 +44,6 @@ def test_the_reference_follows_the_recurrence():
             for param, value in zip(model.parameters(), read, strict=True):
                 param.copy_(value)
                 param.grad = None
-
-
-def test_delayed_differs_from_exact():
-    results = []
-    for update in (None, ps.Delayed(after=0)):
-        trainer = seeded.reference_of(build, ps.Config(device="cpu", update=update))
-        results.append([float(step(trainer, number)) for number in range(STEPS)])
-    exact, delayed = results
-    assert exact[0] == delayed[0] and exact[1:] != delayed[1:]
-
-
-@pytest.mark.parametrize("after", [0, 1, 4, 40])
-@pytest.mark.parametrize("evict_everything", [False, True])
-@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
-def test_the_bits_are_those_of_the_reference(after, evict_everything, precision):
-    script = loop([[]] * STEPS, [1] * STEPS)
-    compare(script, after, precision=precision, device_memory=0.7, evict_everything=evict_everything, chunk_size="6KiB")
-
-
-@pytest.mark.parametrize("after", [0, 4])
-@pytest.mark.parametrize("backwards", [1, 3])
-def test_the_bits_are_those_of_the_reference_from_disk(after, backwards, tmp_path):
-    stats = compare(loop([[]] * STEPS, [backwards] * STEPS), after, **on_disk(tmp_path))
-    assert stats.disk_write_bytes > 0
 
 
 @pytest.mark.parametrize("event", DELAYED_EVENTS[1:])
@@ -144,7 +116,7 @@ def test_the_option_is_checked():
 def test_random_loops_give_the_bits_of_the_reference(seeds, room, tmp_path):
     tested = 0
     for seed in seeds:
-        options = dict(update=ps.Delayed(after=random.Random(seed).choice([0, 1, 2, 3, 5])))
+        options = dict(update=ps.Delayed(after=random.Random(seed).choice([0, 1, 2, 4, 40])))
         if room:
             options |= dict(disk=ps.Disk(tmp_path), host_memory=f"{150 + seed % 5 * 15}KiB", device_memory=2.5)
         tested += cases.run(seed, DELAYED_EVENTS, device="cpu", **options).steps > 0

@@ -84,20 +84,15 @@ def test_an_engine_may_be_collected_while_a_compiler_is_tracing():
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_the_engine_is_usable_after_an_exception(where):
-    class Trouble(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            if where == "forward":
-                raise RuntimeError("trouble")
-            return x.clone()
+    def fail(*args):
+        raise RuntimeError("trouble")
 
-        @staticmethod
-        def backward(ctx, grad):
-            raise RuntimeError("trouble")
+    def fail_in_backward(module, args, out):
+        out.register_hook(fail)
 
     engine, untouched = make(evict_everything=True), make(evict_everything=True)
     layer = engine.module.blocks[1]
-    handle = layer.register_forward_hook(lambda module, args, out: Trouble.apply(out))
+    handle = layer.register_forward_hook(fail if where == "forward" else fail_in_backward)
     with pytest.raises(RuntimeError, match="trouble"):
         train(engine, batches(1))
     handle.remove()

@@ -71,11 +71,6 @@ def test_with_a_staleness_of_one_the_bits_are_those_of_a_delayed_update(sluggish
         assert engine.stats.last.staleness == 1, "some states are in memory"
 
 
-@pytest.mark.parametrize("after", [0, 1, 4, 40])
-def test_updates_before_the_first_lock_free_one_are_exact(after, tmp_path):
-    run_three(USUAL, tmp_path, after, **on_disk(tmp_path))
-
-
 def test_states_in_memory_are_updated_in_the_step_on_a_cpu(tmp_path):
     """Then nothing is late: the bits are those of plain PyTorch."""
     config = config_of(ps.LockFree(after=1), **IN_MEMORY)
@@ -83,11 +78,6 @@ def test_states_in_memory_are_updated_in_the_step_on_a_cpu(tmp_path):
     with engine_with(config) as engine:
         testing.assert_same_bits(USUAL(exact), USUAL(engine), "results")
         assert engine.stats.total.peak_staleness == 0
-
-
-def test_sums_in_16_bits(sluggish, tmp_path):
-    sluggish(0.9)
-    run_three(USUAL, tmp_path, gradient_dtype="16-bit", replayed=IN_MEMORY, **on_disk(tmp_path))
 
 
 @pytest.mark.parametrize("event", DELAYED_EVENTS[1:])

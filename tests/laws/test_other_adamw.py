@@ -9,27 +9,23 @@ from toys import mean_square, train
 
 import patrickstar as ps
 from patrickstar import testing
-from patrickstar._engine.engine import Engine
 from patrickstar._kernels.adam_8bit import SQUARE_OFFSET, SQUARE_SHIFT, SQUARE_WORD, square_of, to_codes
 from patrickstar.errors import ConfigError, ModelError
-from patrickstar.testing import NoMeter, assert_same_bits
+from patrickstar.testing import assert_same_bits
 
+from .models import precisions
 from .tiers import Room, blocks, chunk_sizes, compare, inputs, many_blocks, on_disk, options, rooms
 
 EIGHT_BIT = ps.AdamW8bit(lr=1e-2, weight_decay=0.1)
+OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1, "warmup_steps": 3, "r": 1.0}
+SCHEDULE_FREE = ps.ScheduleFreeAdamW(**OPTIONS)
 LOOPS = [{}, {"max_norm": 0.1}, {"accumulation": 2}]
 
 
-def test_model_data_takes_8_bytes_per_parameter():
-    engine = Engine(blocks, options("bf16", 9000, optimizer=EIGHT_BIT), meter=NoMeter())
-    numel = sum(param.numel() for param in engine.module.parameters())
-    assert engine.layout.model_data_bytes - engine.layout.padding_bytes == 8 * numel
-
-
-@settings(max_examples=draws(10), deadline=None, print_blob=True)
-@given(st.sampled_from(["bf16", "fp16", "fp32"]), chunk_sizes, rooms, st.sampled_from(LOOPS))
-def test_states_on_any_tier(tmp_path_factory, precision, chunk_size, room, loop):
-    config = options(precision, chunk_size, optimizer=EIGHT_BIT)
+@settings(max_examples=draws(20), deadline=None, print_blob=True)
+@given(st.sampled_from([EIGHT_BIT, SCHEDULE_FREE]), precisions, chunk_sizes, rooms, st.sampled_from(LOOPS))
+def test_states_on_any_tier(tmp_path_factory, optimizer, precision, chunk_size, room, loop):
+    config = options(precision, chunk_size, optimizer=optimizer)
     config = on_disk(many_blocks, config, tmp_path_factory.mktemp("swap"), inputs(1)[0], room)
     compare(many_blocks, config, lambda trainer, optimizer: train(trainer, inputs(4), **loop))
 
@@ -97,10 +93,6 @@ def test_it_trains_as_adamw_does():
 # Schedule-free AdamW: its recurrence, its average, and what is refused
 
 
-OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1, "warmup_steps": 3, "r": 1.0}
-SCHEDULE_FREE = ps.ScheduleFreeAdamW(**OPTIONS)
-
-
 class PlainScheduleFree:
     """Algorithm 1 of Defazio et al. in double precision, with weight decay at y: x, y and z are separate sequences."""
 
@@ -148,13 +140,6 @@ def test_the_three_sequences_of_the_paper():
 def assert_close(engine, expected, atol=2e-5):
     for found, value in zip(engine.state_dict().values(), expected, strict=True):
         torch.testing.assert_close(found.double(), value, rtol=2e-5, atol=atol)
-
-
-@pytest.mark.parametrize("loop", [{}, {"max_norm": 0.1}, {"accumulation": 2}], ids=str)
-def test_states_on_disk(tmp_path, loop):
-    config = options("bf16", 9000, optimizer=SCHEDULE_FREE)
-    config = on_disk(blocks, config, tmp_path, inputs(1)[0], Room(12_000, 12_000, 0.2))
-    compare(blocks, config, lambda trainer, optimizer: train(trainer, inputs(5), **loop))
 
 
 def test_a_changed_learning_rate_weights_later_steps():

@@ -1,7 +1,5 @@
 """Iterations whose parameters stay on the device run without accesses and windows, with the same bits."""
 
-import gc
-import weakref
 from functools import partial
 
 import pytest
@@ -295,16 +293,3 @@ def test_memory_needed_in_a_resident_iteration_is_taken_from_held_chunks():
         script(trainer)
     assert engine.stats.last.evictions > 0
     testing.assert_same_bits(reference.state_dict(), engine.state_dict(), "parameters")
-
-
-def test_holds_keep_no_engine_alive():
-    engine = engine_of(four_layers)
-    train_until_resident(engine, inputs(1, 8) * 3)
-    engine(*inputs(1, 8)[0])
-    gone = weakref.ref(engine)
-    gc.disable()
-    try:
-        del engine
-        assert gone() is None
-    finally:
-        gc.enable()

@@ -42,16 +42,6 @@ def usual(trainer, optimizer, count=3):
     return train(trainer, inputs(count))
 
 
-CLIPPED, EARLY = {"max_norm": 0.05}, {"update": True}
-
-
-@pytest.mark.parametrize(
-    ("precision", "loop"), [("bf16", {}), ("fp16", {}), ("fp32", {}), ("bf16", CLIPPED), ("bf16", EARLY)], ids=str
-)
-def test_usual_loops(exact, precision, loop):
-    exact(lambda trainer, _: train(trainer, inputs(4), **loop), precision=precision)
-
-
 @pytest.mark.parametrize("accumulation", [2, 3])
 def test_accumulation_with_a_short_last_batch_and_clipping(exact, accumulation):
     def script(trainer, optimizer):

@@ -7,7 +7,7 @@ import pytest
 import strict_device
 from laws.test_late_copies import some_are_slow
 from lock_free_cases import IN_MEMORY, config_of, engine_with, on_disk, run_random, run_three
-from speculation_cases import DELAYED_EVENTS, loop, step
+from speculation_cases import loop, step
 
 import patrickstar as ps
 from patrickstar._step.disk_optimizer_step import DiskOptimizerStep
@@ -119,14 +119,6 @@ def test_gradients_are_copied_to_the_host_in_their_own_dtype(tmp_path):
             step(engine, number)
         gradients = sum(2 * param.numel() for param in engine.module.parameters())
         assert engine.stats.last.d2h_bytes <= 2 * gradients  # newest parameters of states on the device, too
-
-
-@pytest.mark.parametrize("event", DELAYED_EVENTS[1:])
-@pytest.mark.parametrize("room", [False, True], ids=["planned", "evicted at every access"])
-def test_whatever_happens_before_the_step(event, room, sluggish, tmp_path):
-    sluggish(0.5)
-    options = dict(chunk_size="6KiB", device_memory=0.7, evict_everything=room, **IN_MEMORY)
-    compare(loop([[]] * 2 + [[event], [], [event], []], [1] * 6), 3, tmp_path, **options)
 
 
 @pytest.mark.parametrize("room", [False, True], ids=["memory", "disk"])
