@@ -12,7 +12,6 @@ from toys import outcome, train
 
 import patrickstar as ps
 from patrickstar import testing
-from patrickstar._layout.chunk_mapping import ALIGN_NUMEL
 from patrickstar.testing import assert_exact, assert_same_bits, compare
 
 pytestmark = marks
@@ -172,18 +171,8 @@ def test_layers_of_any_size_have_the_bits_of_plain_pytorch(precision):
     assert_exact(Uneven, inputs(3), config, loss_fn=lambda out, _: out, stress=False)
 
 
-@pytest.mark.xfail(2 * ALIGN_NUMEL < 256, strict=True, reason="parameters are aligned to 64 bytes")
-def test_parameters_begin_at_multiples_of_256_bytes():
-    engine = make_engine(Uneven, ps.Config(device=str(DEVICE), device_memory="1GiB", chunk_size="64KiB"))
-    for param in engine.inspect().parameters:
-        assert param.offset * getattr(torch, param.dtype).itemsize % 256 == 0, param.name
-    engine.close()
-
-
 # Checkpoints, with dropout, and states on the device, the host or the disk
 
-
-pytestmark = marks
 
 build = partial(layers, count=12, dropout=0.1)
 

@@ -218,21 +218,14 @@ def test_a_budget_that_holds_the_model_but_not_the_libraries_is_refused():
     train_watched(engine(device_memory=int(least), host_memory=1 << 30))
 
 
-def test_the_pair_of_budgets_in_the_error_works():
+@pytest.mark.parametrize(("device_bytes", "host_bytes", "disk"), [(100, 1000, False), (0, "64KiB", True)])
+def test_the_pair_of_budgets_in_the_error_works(device_bytes, host_bytes, disk, tmp_path):
+    options = {"disk": tmp_path} if disk else {}
     with pytest.raises(BudgetError) as refused:
-        engine(device_memory=LIBRARY_BYTES + 100, host_memory=1000)
-    ((device, host),) = re.findall(r"device_memory=(\d+) with host_memory=(\d+) bytes", str(refused.value))
-    with engine(device_memory=int(device), host_memory=int(host)) as made:
-        train_watched(made)
-
-
-def test_libraries_are_counted_with_a_disk(tmp_path):
-    with pytest.raises(BudgetError) as refused:
-        engine(device_memory=LIBRARY_BYTES, host_memory="64KiB", disk=tmp_path)
-    text = str(refused.value)
-    (device,) = re.findall(r"device_memory=(\d+) bytes", text.partition("Required")[2])
-    (host,) = re.findall(r"host_memory=(\d+) bytes", text.partition("Required")[2])
-    with engine(device_memory=int(device), host_memory=int(host), disk=tmp_path) as made:
+        engine(device_memory=LIBRARY_BYTES + device_bytes, host_memory=host_bytes, **options)
+    text = str(refused.value).partition("Required")[2] if disk else str(refused.value)
+    ((device, host),) = re.findall(r"device_memory=(\d+)[^=]* host_memory=(\d+) bytes", text)
+    with engine(device_memory=int(device), host_memory=int(host), **options) as made:
         train_watched(made)
 
 

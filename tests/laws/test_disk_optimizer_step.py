@@ -27,12 +27,17 @@ def engine_on(folder, device_memory="24KiB", host_memory="140KiB", **hooks) -> E
     return Engine(partial(layers, WIDTH, 12, nn.Tanh), config, meter=NoMeter(), poison=True, page_bytes=4096, **hooks)
 
 
+@pytest.fixture
+def engine(tmp_path):
+    with engine_on(tmp_path) as engine:
+        yield engine
+
+
 def steps(engine: Engine, count: int) -> None:
     train(engine, inputs(1, WIDTH, rows=4) * count)
 
 
-def test_a_step_returns_before_its_updates_and_the_next_forward_ends_them(tmp_path):
-    engine = engine_on(tmp_path)
+def test_a_step_returns_before_its_updates_and_the_next_forward_ends_them(engine):
     pipeline = disk_step_of(engine)
     steps(engine, 2)
     pending, parameters = pipeline.pending, engine.inspect().parameters
@@ -41,11 +46,9 @@ def test_a_step_returns_before_its_updates_and_the_next_forward_ends_them(tmp_pa
     assert all(param.update_pending and not param.has_gradient for param in parameters if param.chunk in pending)
     engine(torch.zeros(4, WIDTH))
     assert not pipeline.pending
-    engine.close()
 
 
-def test_all_pages_come_back_and_nothing_is_read_twice(tmp_path):
-    engine = engine_on(tmp_path)
+def test_all_pages_come_back_and_nothing_is_read_twice(engine):
     pool = disk_step_of(engine).staging_pool
     steps(engine, 3)
     engine.state_dict()
@@ -61,7 +64,6 @@ def test_all_pages_come_back_and_nothing_is_read_twice(tmp_path):
     read = after.disk_read_bytes - before.disk_read_bytes
     assert abs(read - param16 - 4 * on_disk) <= pool.size.nbytes + engine.layout.param16_bytes * 4
     assert all(there.owner is None for there in pool.live), "an update holds pages after its end"
-    engine.close()
 
 
 @pytest.fixture
@@ -76,19 +78,16 @@ def slow_writes(monkeypatch):
     monkeypatch.setattr(SwapFile, "write", slow_write)
 
 
-def test_who_waits_for_a_buffer_sleeps(tmp_path, slow_writes):
-    engine = engine_on(tmp_path)
+def test_who_waits_for_a_buffer_sleeps(engine, slow_writes):
     pipeline = disk_step_of(engine)
     steps(engine, 2)
     pages = sum(len(update.pages) for update in pipeline._updates)
     with mock.patch.object(pipeline.read_ahead, "start", wraps=pipeline.read_ahead.start) as read_ahead:
         pipeline.finish()
     assert 0 < read_ahead.call_count <= 3 * pages
-    engine.close()
 
 
-def test_reads_that_were_interrupted_are_made_up_for(tmp_path):
-    engine = engine_on(tmp_path)
+def test_reads_that_were_interrupted_are_made_up_for(engine):
     pipeline = disk_step_of(engine)
     steps(engine, 2)
     while not pipeline._queued():
@@ -99,15 +98,12 @@ def test_reads_that_were_interrupted_are_made_up_for(tmp_path):
     interrupted.reads.clear()
     pipeline.finish()
     assert len(interrupted.reads) == len(interrupted.lists)
-    engine.close()
 
 
-def test_after_the_last_update_every_page_is_on_disk(tmp_path, slow_writes):
-    engine = engine_on(tmp_path)
+def test_after_the_last_update_every_page_is_on_disk(engine, slow_writes):
     steps(engine, 2)
     disk_step_of(engine).finish()
     assert not any(chunk.has_page_writes for chunk in manager_of(engine).chunks.values())
-    engine.close()
 
 
 def test_gradients_on_disk_are_read_for_an_update_on_the_host(tmp_path):
@@ -155,8 +151,7 @@ def test_without_looking_ahead_pages_are_read_when_they_are_waited_for(tmp_path)
     engine.close()
 
 
-def test_an_early_update_enters_the_pipeline_in_backward(tmp_path):
-    engine = engine_on(tmp_path)
+def test_an_early_update_enters_the_pipeline_in_backward(engine):
     steps(engine, 2)
     values = torch.randn(4, WIDTH)
     loss = mean_square(engine(values))
@@ -166,4 +161,3 @@ def test_an_early_update_enters_the_pipeline_in_backward(tmp_path):
         managed.state.updated_in_backward for managed in model_data_of(engine).managed_params
     )
     engine.optimizer.step()
-    engine.close()

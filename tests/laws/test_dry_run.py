@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from probes import complete_updates
 from sampling import draws
+from seeded import run_step
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -39,15 +40,9 @@ PEAKS = ("device_peak_model_bytes", "host_peak_model_bytes", "host_peak_non_mode
 their memory until then, within the budget."""
 
 
-def train_step(engine, batch):
-    loss = engine(*batch)
-    engine.backward(loss if loss.dim() == 0 else loss.float().mean())
-    engine.optimizer.step()
-
-
 def on_meta(rows, width):
     """Return a step of layers on the meta device."""
-    return lambda engine: train_step(engine, (torch.empty(rows, width, device="meta"),))
+    return lambda engine: run_step(engine, (torch.empty(rows, width, device="meta"),))
 
 
 def compare(build, options, **hooks):
@@ -71,7 +66,7 @@ def steps(engine, count):
     transfers = []
     for batch in batches(count):
         before, ahead = engine.inspect(), speculative_bytes(engine)
-        train_step(engine, batch)
+        run_step(engine, batch)
         complete_updates(engine)
         h2d, d2h, read, written = transferred(before, engine.inspect())
         transfers.append((h2d, d2h, read + ahead - speculative_bytes(engine), written))
@@ -219,12 +214,12 @@ def test_predicted_memory_is_measured_memory(case, room, precision, tmp_path):
     with Engine(build, config) as engine:
         batch = inputs()
         for _ in range(3):
-            train_step(engine, batch)
+            run_step(engine, batch)
         trace, measured = engine.inspect().trace, engine.stats.last
     del engine, batch
     batch = inputs()
     report = simulate_on_this_machine(
-        Engine, build, config, lambda other: train_step(other, batch), torch.device("cpu"), LAPTOP
+        Engine, build, config, lambda other: run_step(other, batch), torch.device("cpu"), LAPTOP
     )
     predicted = [moment.non_model_bytes for moment in report.trace.moments]
     assert predicted == [moment.non_model_bytes for moment in trace]

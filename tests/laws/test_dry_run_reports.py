@@ -5,6 +5,7 @@ from itertools import groupby, pairwise
 
 import pytest
 import torch
+from seeded import run_step
 from simulated_machines import DESKTOP, LAPTOP
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -38,17 +39,11 @@ class Branching(nn.Module):
         return y
 
 
-def once(engine):
-    x, positions = torch.empty(4, 8, device="meta"), torch.arange(4)
-    engine.backward(engine(x, positions).float().mean())
-    engine.optimizer.step()
+once = partial(run_step, batch=(torch.empty(4, 8, device="meta"), torch.arange(4)))
 
 
 def test_integer_values_are_computed():
-    def build() -> nn.Module:
-        return nn.Sequential(Branching("integers")).get_submodule("0")
-
-    assert simulate(Engine, build, CONFIG, once, LAPTOP).seconds > 0
+    assert simulate(Engine, lambda: Branching("integers"), CONFIG, once, LAPTOP).seconds > 0
 
 
 def test_reading_a_float_value_raises_and_names_the_module():
@@ -76,14 +71,10 @@ def test_a_model_that_does_not_fit_raises_the_error_of_a_real_run():
 
 def simulated_layers(host_memory: int, disk: ps.Disk | None) -> DryRunReport:
     """Simulate 8 layers of 128 KiB on DESKTOP, with room for three of them beside the activations."""
-
-    def step(engine):
-        engine.backward(engine(torch.empty(64, 256, device="meta")).float().mean())
-        engine.optimizer.step()
-
     options = ps.Config(
         device="cpu", device_memory=1 << 20, host_memory=host_memory, disk=disk, chunk_size=1 << 16, precision="bf16"
     )
+    step = partial(run_step, batch=(torch.empty(64, 256, device="meta"),))
     return simulate(Engine, partial(layers, 256, 8, bias=False), options, step, DESKTOP, page_bytes=1 << 16)
 
 
@@ -157,9 +148,7 @@ def test_planning_does_not_change_a_running_engine():
     engine.close()
 
 
-def linear_step(engine):
-    engine.backward(engine(torch.empty(4, 8, device="meta")).float().mean())
-    engine.optimizer.step()
+linear_step = partial(run_step, batch=(torch.empty(4, 8, device="meta"),))
 
 
 @pytest.mark.parametrize("meter_s", [0.0, 100.0])
