@@ -10,7 +10,6 @@ from toys import mean_square
 
 import patrickstar as ps
 from patrickstar import testing
-from patrickstar._engine.engine import Engine
 from patrickstar.errors import ModelError, TrainingError
 
 from .zoo import WIDTH, Stack, linear, module, normal, small_chunks, weight
@@ -28,18 +27,6 @@ def half_frozen():
 
 def batch(number):
     return normal(2, 3, WIDTH) * (number + 1)
-
-
-def test_gradients_dropped_through_the_attribute():
-    def script(trainer, optimizer):
-        for number in range(2):
-            trainer.backward(mean_square(trainer(batch(number))))
-            for param in trainer.module.blocks[0].parameters():
-                (param if isinstance(trainer, Engine) else trainer.masters[param]).grad = None
-            optimizer.step()
-        return []
-
-    testing.compare(chain, small_chunks("bf16"), script)
 
 
 def test_clipping_twice_clips_the_clipped_gradients():

@@ -18,6 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 import patrickstar as ps
 from patrickstar._memory.cpu_allocator import cpu_allocator
 from patrickstar._memory.file_backed_tensors import FileBackedTensors
+from patrickstar.testing import assert_same_bits
 
 WIDTH, LAYERS = 512, 12
 TINY = {"device_memory": "4MiB", "host_memory": "32MiB"}
@@ -96,12 +97,6 @@ def on_disk(build: Callable[[], nn.Module], folder: Path, precision: str = "fp32
     return state
 
 
-def assert_equal(state: dict[str, torch.Tensor], plain: dict[str, torch.Tensor]) -> None:
-    assert state.keys() == plain.keys()
-    for name, value in state.items():
-        assert torch.equal(value, plain[name]), name
-
-
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
     "build", [Layers, InitialisedTwice, Copies, OtherReaders, gpt2, llama, in_half_precision], ids=lambda b: b.__name__
@@ -128,7 +123,8 @@ def test_bits_of_a_plain_construction(build, precision, tmp_path, monkeypatch):
     for name, param in plain.named_parameters():
         if not param.requires_grad:
             expected[name] = expected[name].to(state[name].dtype)
-    assert_equal({name: value.to(expected[name].dtype) for name, value in state.items()}, expected)
+    found = {name: value.to(expected[name].dtype) for name, value in state.items()}
+    assert_same_bits(expected, found, "parameters and buffers")
 
 
 def test_a_model_in_memory_is_not_built_on_disk(tmp_path, monkeypatch):
@@ -140,7 +136,7 @@ def test_a_model_in_memory_is_not_built_on_disk(tmp_path, monkeypatch):
 def test_a_function_that_returns_an_existing_model(tmp_path):
     model = Layers()
     expected = {name: value.clone() for name, value in model.state_dict().items()}
-    assert_equal(on_disk(lambda: model, tmp_path), expected)
+    assert_same_bits(expected, on_disk(lambda: model, tmp_path), "parameters and buffers")
 
 
 def test_a_constructor_that_fails_leaves_nothing(tmp_path):
@@ -251,7 +247,7 @@ def test_a_model_that_builds_another_on_disk(tmp_path):
     torch.manual_seed(3)
     plain = Outer()
     torch.manual_seed(3)
-    assert_equal(on_disk(Outer, tmp_path), plain.state_dict())
+    assert_same_bits(dict(plain.state_dict()), on_disk(Outer, tmp_path), "parameters and buffers")
 
 
 # Child processes, other threads, and files of the user

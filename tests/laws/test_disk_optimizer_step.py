@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 from probes import disk_step_of, manager_of, model_data_of
+from seeded import engine_of
 from torch import nn
 from toys import inputs, layers, mean_square, train
 
@@ -15,7 +16,7 @@ from patrickstar._engine.engine import Engine
 from patrickstar._memory.swap_file import SwapFile
 from patrickstar._schedule.placement import Tier
 from patrickstar._schedule.prefetch import DemandFetch
-from patrickstar.testing import NoMeter, assert_same_bits
+from patrickstar.testing import assert_same_bits
 
 WIDTH = 64
 
@@ -23,8 +24,7 @@ WIDTH = 64
 def engine_on(folder, device_memory="24KiB", host_memory="140KiB", **hooks) -> Engine:
     memory = {"device_memory": device_memory, "host_memory": host_memory}
     config = ps.Config(device="cpu", chunk_size=8448, disk=ps.Disk(folder), **memory)
-    torch.manual_seed(0)
-    return Engine(partial(layers, WIDTH, 12, nn.Tanh), config, meter=NoMeter(), poison=True, page_bytes=4096, **hooks)
+    return engine_of(partial(layers, WIDTH, 12, nn.Tanh), config, page_bytes=4096, **hooks)
 
 
 @pytest.fixture

@@ -1,32 +1,28 @@
 """`engine.inspect()`: plain data that agree with the layout, and that reading does not change."""
 
-import contextlib
 import json
 from dataclasses import FrozenInstanceError, asdict
 
 import pytest
 import torch
+from seeded import engine_of
 from torch import nn
+from toys import layers
 
 import patrickstar as ps
-from patrickstar import testing
 from patrickstar._engine.engine import Engine
 
 WIDTH = 64
 
 
 def build() -> nn.Module:
-    layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(12)))
-    layers[0].requires_grad_(False)
-    return layers
+    model = layers(WIDTH, 12)
+    model[0].requires_grad_(False)
+    return model
 
 
-@contextlib.contextmanager
-def engine_with(**options):
-    torch.manual_seed(0)
-    config = ps.Config(device="cpu", chunk_size=8448, **options)
-    with contextlib.closing(Engine(build, config, meter=testing.NoMeter(), page_bytes=4096)) as engine:
-        yield engine
+def engine_with(**options) -> Engine:
+    return engine_of(build, ps.Config(device="cpu", chunk_size=8448, **options), page_bytes=4096)
 
 
 def backward(engine: Engine) -> None:

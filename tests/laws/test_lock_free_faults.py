@@ -162,14 +162,6 @@ def test_a_log_that_cannot_be_used_is_refused(tmp_path):
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
 
 
-def test_two_engines_do_not_share_a_log(tmp_path):
-    config = config_of(ps.LockFree(log=tmp_path / "log"), host_memory="4MiB")
-    with engine_with(config), pytest.raises(ConfigError, match="written by another engine"):
-        engine_with(config)
-    with engine_with(config):
-        pass
-
-
 def test_a_forked_process_does_not_hold_the_log(tmp_path):
     config = config_of(ps.LockFree(log=tmp_path / "log"), host_memory="4MiB")
     with engine_with(config):
@@ -200,13 +192,6 @@ def test_a_run_that_was_resumed_with_other_chunks_is_replayed_in_part(tmp_path):
         trained(tmp_path / "none", 1, 6, replay=tmp_path / "log", disk=tmp_path)
 
 
-def test_a_replay_ends_with_its_log(tmp_path):
-    with trained(tmp_path, 1, 4):
-        pass
-    with pytest.raises(TrainingError, match="ends with step 4, so that step 5 can't be replayed"):
-        trained(tmp_path, 1, 6, replay=tmp_path / "log")
-
-
 def test_a_warning_that_is_an_error_does_not_keep_the_model(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
@@ -214,31 +199,6 @@ def test_a_warning_that_is_an_error_does_not_keep_the_model(tmp_path):
         with pytest.raises(UserWarning, match="can't be written"):
             engine.close()
     assert all(type(param) is torch.nn.Parameter for param in engine.module.parameters())
-
-
-def test_a_log_of_other_chunks_is_refused(tmp_path):
-    with trained(tmp_path, 1, 3):
-        pass
-    for changed, reason in [({"chunk_size": "6KiB"}, "of other chunks"), ({}, "with after=2, not 1")]:
-        update = ps.LockFree(after=2 if changed else 1, replay=tmp_path / "log")
-        with pytest.raises(ConfigError, match=reason):
-            engine_with(config_of(update, host_memory="4MiB", **changed))
-
-
-def test_a_line_that_a_killed_run_has_not_completed_is_void(tmp_path):
-    log = tmp_path / "log"
-    with trained(tmp_path, 1, 6) as engine:
-        engine.save(tmp_path / "step 6")
-        state = engine.state_dict()
-    with log.open("a") as file:
-        file.write('{"step":7,"upda')
-    with trained(tmp_path, 1, 6, replay=log) as found:
-        found.optimizer.flush()
-        testing.assert_same_bits(state, found.state_dict(), "replayed")
-    with trained(tmp_path, 7, 8) as resumed:
-        state = resumed.state_dict()
-    with trained(tmp_path, 7, 8, replay=log) as found:
-        testing.assert_same_bits(state, found.state_dict(), "resumed and replayed")
 
 
 def test_a_full_disk_under_the_log_is_said_once_and_stops_no_training():

@@ -10,7 +10,7 @@ from probes import after_allocations, manager_of, tracer_of
 from sampling import draws
 from seeded import engine_of
 from torch import nn
-from toys import Shape, batches, train
+from toys import Shape, batches, mean_square, train
 
 from patrickstar._engine.engine import Engine
 from patrickstar._layout.chunk_mapping import ALIGN_NUMEL
@@ -106,48 +106,37 @@ def fetched_chunks(engine: Engine) -> int:
     return sum(sizes)
 
 
-class StackedExperts(nn.Module):
+class Experts(nn.Module):
     """Experts as rows of two parameters, of which each step uses others."""
 
     def __init__(self, width: int = 32, experts: int = 6) -> None:
         super().__init__()
-        self.up = nn.Parameter(torch.randn(experts, width, width) / width**0.5)
-        self.down = nn.Parameter(torch.randn(experts, width, width) / width**0.5)
+        self.up, self.down = (nn.Parameter(torch.randn(experts, width, width) / width**0.5) for _ in range(2))
 
-    def forward(self, x: torch.Tensor, experts: list[int]) -> torch.Tensor:
+    def forward(self, given: tuple[torch.Tensor, list[int]]) -> tuple[torch.Tensor, list[int]]:
+        x, experts = given
         for expert in experts:
             x = x + torch.tanh(x @ self.up[expert]) @ self.down[expert]
-        return x
-
-
-class LayersOfExperts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(StackedExperts() for _ in range(6))
-
-    def forward(self, x: torch.Tensor, experts: list[int]) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x, experts)
-        return x
+        return x, experts
 
 
 def test_experts_that_differ_in_each_step_move_each_parameter_twice():
     """No trace is followed. Each parameter comes for forward and backward, and its gradient goes: three times."""
     largest = 6 * 32 * 32 * 2
     options = config("bf16", largest // 2, device_memory=5 * largest)
-    with Engine(LayersOfExperts, options, meter=NoMeter()) as engine:
+    with Engine(lambda: nn.Sequential(*(Experts() for _ in range(6))), options, meter=NoMeter()) as engine:
         counters, nbytes = manager_of(engine).counters, engine.layout.param16_bytes
         for step in range(6):
             before = counters.h2d_bytes + counters.d2h_bytes
             experts = torch.randperm(6, generator=torch.Generator().manual_seed(step))[: 3 + step % 3].tolist()
-            engine.backward(engine(torch.ones(2, 32), experts).float().square().mean())
+            engine.backward(mean_square(engine((torch.ones(2, 32), experts))[0]))
             engine.optimizer.step()
             moved = counters.h2d_bytes + counters.d2h_bytes - before
             assert moved <= 3 * nbytes + engine.layout.optimizer_bytes * (step < 2), f"step {step}"
         before = counters.h2d_bytes
         for step in range(4):
             with torch.no_grad():
-                engine(torch.ones(2, 32), [step, step + 1, step + 2])
+                engine((torch.ones(2, 32), [step, step + 1, step + 2]))
         assert counters.h2d_bytes - before <= 4 * (nbytes - 5 * largest + 4 * largest)
 
 
