@@ -5,14 +5,13 @@ import threading
 import pytest
 import torch
 import torch.nn as nn
-from torch.utils.checkpoint import checkpoint
 from toys import mean_square
 
 import patrickstar as ps
 from patrickstar import testing
 from patrickstar.errors import ModelError, TrainingError
 
-from .zoo import WIDTH, Stack, linear, module, normal, small_chunks, weight
+from .zoo import WIDTH, Stack, linear, normal, small_chunks
 
 
 def chain(checkpointing="off"):
@@ -105,42 +104,6 @@ def test_backward_in_another_thread(checkpointing):
         return losses
 
     testing.compare(lambda: chain("non-reentrant" if checkpointing else "off"), small_chunks("bf16"), script)
-
-
-class TwoMatmuls(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, first, second):
-        hidden = x @ first
-        ctx.save_for_backward(x, hidden, first, second)
-        return hidden @ second
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, hidden, first, second = ctx.saved_tensors
-        through = grad @ second.t()
-        return (
-            through @ first.t(),
-            x.flatten(0, 1).t() @ through.flatten(0, 1),
-            hidden.flatten(0, 1).t() @ grad.flatten(0, 1),
-        )
-
-
-def test_a_function_of_two_weights_under_checkpointing():
-    def script(trainer, optimizer):
-        loss = mean_square(trainer(batch(0)))
-        with torch.no_grad():
-            trainer(batch(1))
-        trainer.backward(loss)
-        optimizer.step()
-        return [loss.detach()]
-
-    two_weights = module(
-        lambda m, x: m.body(checkpoint(TwoMatmuls.apply, x, m.first, m.second, use_reentrant=False)),
-        first=weight,
-        second=weight,
-        body=linear,
-    )
-    testing.compare(two_weights, small_chunks("fp32"), script)
 
 
 def test_a_refusal_half_way_leaves_the_model_usable():

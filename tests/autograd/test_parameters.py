@@ -29,6 +29,24 @@ class SavingMatmul(torch.autograd.Function):
         return grad @ matrix.t(), x.flatten(0, -2).t() @ grad.flatten(0, -2)
 
 
+class TwoMatmuls(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, first, second):
+        hidden = x @ first
+        ctx.save_for_backward(x, hidden, first, second)
+        return hidden @ second
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, hidden, first, second = ctx.saved_tensors
+        through = grad @ second.t()
+        return (
+            through @ first.t(),
+            x.flatten(0, 1).t() @ through.flatten(0, 1),
+            hidden.flatten(0, 1).t() @ grad.flatten(0, 1),
+        )
+
+
 class StashingMatmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, matrix):
@@ -105,6 +123,7 @@ KINDS = {
     ),
     "weight norm": module(lambda m, x: m.linear(x), linear=lambda: parametrizations.weight_norm(linear())),
     "saved by a function": module(lambda m, x: SavingMatmul.apply(x, m.weight), weight=weight),
+    "two saved by a function": module(lambda m, x: TwoMatmuls.apply(x, m.first, m.second), first=weight, second=weight),
     "stashed by a function": module(lambda m, x: StashingMatmul.apply(x, m.weight), weight=weight),
     "read from its module by a function": module(lambda m, x: StashingModule.apply(x, m.weight, m), weight=weight),
     "view stashed by a function": module(lambda m, x: StashingMatmul.apply(x, m.weight.t()), weight=weight),

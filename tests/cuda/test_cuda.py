@@ -108,13 +108,8 @@ def test_gradients_are_evicted_while_parameters_are_updated():
     """All but the optimizer chunks fit on the device: pages of gradients are copied to the host during updates."""
     width = 2200
 
-    def build():
-        return nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
-
-    generator = torch.Generator().manual_seed(1)
-    batches = [(torch.randn(2, width, generator=generator).to(DEVICE),) for _ in range(4)]
     config = ps.Config(device=str(DEVICE), device_memory="64MiB", chunk_size="10MiB")
-    testing.assert_exact(build, batches, config, stress=False, loss_fn=lambda out, _: out.float().pow(2).mean())
+    testing.assert_exact(partial(layers, width, 2, nn.Tanh), inputs(4, width, rows=2), config, stress=False)
 
 
 class Words(nn.Module):

@@ -1,7 +1,6 @@
 """Law: a model that is built on disk has the bits of a plain construction, whatever its code does with tensors."""
 
 import copy
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +18,8 @@ import patrickstar as ps
 from patrickstar._memory.cpu_allocator import cpu_allocator
 from patrickstar._memory.file_backed_tensors import FileBackedTensors
 from patrickstar.testing import assert_same_bits
+
+from .test_forks import in_child
 
 WIDTH, LAYERS = 512, 12
 TINY = {"device_memory": "4MiB", "host_memory": "32MiB"}
@@ -253,16 +254,6 @@ def test_a_model_that_builds_another_on_disk(tmp_path):
 # Child processes, other threads, and files of the user
 
 
-def in_a_child(work: Callable[[], None]) -> None:
-    """Run `work` in a forked process, and wait for it."""
-    if (pid := os.fork()) == 0:
-        try:
-            work()
-        finally:
-            os._exit(0)
-    assert os.waitpid(pid, 0)[1] == 0
-
-
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_a_child_process_does_not_write_into_its_parents_tensors(in_file):
     with in_file(1 << 40):
@@ -274,10 +265,10 @@ def test_a_child_process_does_not_write_into_its_parents_tensors(in_file):
             del values_left[1:3]
             others.append(torch.full((1 << 18,), 7.0))
 
-        in_a_child(child)
+        assert in_child(child) == 0
         more = torch.ones(1 << 18)
         assert all(bool((values == 1).all()) for values in (*values_left, more))
-    in_a_child(lambda: values_left[0].fill_(7))  # such a tensor is a large buffer of the model
+    assert in_child(lambda: values_left[0].fill_(7)) == 0  # such a tensor is a large buffer of the model
     assert bool((values_left[0] == 1).all())
 
 

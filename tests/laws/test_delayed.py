@@ -111,16 +111,22 @@ def test_the_option_is_checked():
     assert ps.Config(update={"name": "Delayed", "after": 3}).update == ps.Delayed(after=3)
 
 
+def check_random_loops(seeds, folder, device="cpu", begin=lambda seed: None):
+    """Compare loops with the reference; `begin` is called with each seed. Without a folder states are in memory."""
+    tested = 0
+    for seed in seeds:
+        begin(seed)
+        options = dict(update=ps.Delayed(after=random.Random(seed).choice([0, 1, 2, 4, 40])))
+        if folder is not None:
+            options |= dict(disk=ps.Disk(folder), host_memory=f"{150 + seed % 5 * 15}KiB", device_memory=2.5)
+        tested += cases.run(seed, DELAYED_EVENTS, device=device, **options).steps > 0
+    assert tested > len(seeds) // 2
+
+
 @pytest.mark.parametrize("room", [False, True], ids=["memory", "disk"])
 @pytest.mark.parametrize("seeds", some_are_slow(100, fast=10))
 def test_random_loops_give_the_bits_of_the_reference(seeds, room, tmp_path):
-    tested = 0
-    for seed in seeds:
-        options = dict(update=ps.Delayed(after=random.Random(seed).choice([0, 1, 2, 4, 40])))
-        if room:
-            options |= dict(disk=ps.Disk(tmp_path), host_memory=f"{150 + seed % 5 * 15}KiB", device_memory=2.5)
-        tested += cases.run(seed, DELAYED_EVENTS, device="cpu", **options).steps > 0
-    assert tested > len(seeds) // 2
+    check_random_loops(seeds, tmp_path if room else None)
 
 
 def in_memory(folder, first, last, *, update=ps.Delayed(after=3), saves=(), waits=True, **options):  # noqa: B008

@@ -19,9 +19,9 @@ from sampling import nightly
 from toys import mean_square, train
 
 import patrickstar as ps
-from patrickstar._memory.swap_file import SwapFile
 from patrickstar.errors import BudgetError, DiskError, PatrickStarError
 
+from .test_three_tiers_traffic import Slow
 from .tiers import Room, blocks, files_no_larger_than, inputs, on_disk, open_files, options, small_engine
 from .tiers import worker_threads as threads
 
@@ -135,18 +135,6 @@ def test_ctrl_c_during_training(tmp_path, monkeypatch, slow_disk, follow_up):
     if slow_disk:
         monkeypatch.setattr("patrickstar._memory.hardware.SwapFile", Slow)
     check_interrupts(tmp_path, [*range(8), *range(100, 160)] if nightly() else range(2), follow_up)
-
-
-class Slow(SwapFile):
-    """Swap file on a slow disk, so that most of the time is spent waiting."""
-
-    def read(self, *args):
-        time.sleep(0.001)
-        super().read(*args)
-
-    def write(self, *args):
-        time.sleep(0.001)
-        super().write(*args)
 
 
 def test_processes_end_on_a_signal(tmp_path):

@@ -1,6 +1,7 @@
 """Law: with open budgets no more is page-locked than the model data, buffers and what speculation can use."""
 
 import random
+from functools import partial
 from itertools import accumulate
 
 import pytest
@@ -8,11 +9,11 @@ import strict_device
 import torch
 from probes import manager_of, set_ram
 from sampling import draws
+from seeded import engine_of
 from torch import nn
-from toys import inputs, mean_square
+from toys import inputs, layers, mean_square
 
 import patrickstar as ps
-from patrickstar import testing
 from patrickstar._engine.engine import Engine
 from patrickstar._memory.host_arena import ALIGN_BYTES
 from patrickstar._step.streamed_update import BUFFERS, PIECE_NUMEL, WHOLE_BUFFERS, buffer_bytes
@@ -51,7 +52,6 @@ def speculation_bytes(engine: Engine) -> int:
 def test_page_locked_bytes_are_those_of_the_model_and_of_speculation(seed, locked):
     choice = random.Random(seed)
     strict_device.configure(seed=seed)
-    torch.manual_seed(0)
     width, count = choice.choice([40, 64, 96]), choice.randint(3, 9)
     param_bytes = 2 * count * width * (width + 1)
     config = ps.Config(
@@ -61,8 +61,7 @@ def test_page_locked_bytes_are_those_of_the_model_and_of_speculation(seed, locke
         device_memory=int(param_bytes * choice.choice([1.5, 2, 3])) + (32 << 10),
         optimizer=choice.choice(OPTIMIZERS),
     )
-    build = lambda: nn.Sequential(*(nn.Linear(width, width) for _ in range(count)))  # noqa: E731
-    with Engine(build, config, meter=testing.NoMeter(), poison=True) as engine:
+    with engine_of(partial(layers, width, count), config) as engine:
         assert engine.host_budget_bytes == RAM_BYTES - RAM_BYTES // 10
         buffers = buffer_bytes(width * width, 4, by_pages=True) + BUFFERS * ALIGN_BYTES
         (at_start,) = locked
@@ -86,7 +85,7 @@ def test_buffers_hold_no_embedding_of_which_updates_are_cut(locked):
     """Muon updates whole matrices, of which the buffers hold three; AdamW updates the embedding by pieces."""
     config = ps.Config(device="strict", precision="bf16", device_memory="8MiB", optimizer=ps.Muon())
     build = lambda: nn.Sequential(nn.Embedding(40_000, 64), nn.Linear(64, 64), nn.Linear(64, 64))  # noqa: E731
-    with Engine(build, config, meter=testing.NoMeter(), poison=True) as engine:
+    with engine_of(build, config) as engine:
         assert locked[0] - engine.layout.model_data_bytes <= WHOLE_BUFFERS * (2 * PIECE_NUMEL + ALIGN_BYTES)
         engine.backward(mean_square(engine(torch.arange(10))))
         engine.optimizer.step()
