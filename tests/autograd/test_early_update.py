@@ -68,16 +68,9 @@ def test_the_same_bits_while_operators_run(precision):
     testing.compare(lambda: layers(width, 3, nn.Tanh), config, script)
 
 
-def early_steps(engine, count, x=None):
-    """Take steps whose updates may run during backward."""
-    for step in range(count):
-        engine.backward(mean_square(engine(normal(2, WIDTH, seed=step) if x is None else x)), update=True)
-        engine.optimizer.step()
-
-
 def updated_before_the_step(engine):
     """Return the parameters that a backward updates after two observed steps."""
-    early_steps(engine, 2, normal(2, 3, WIDTH))
+    train(engine, [(normal(2, 3, WIDTH),)] * 2, update=True)
     before = {param.name: param.steps for param in engine.inspect().parameters}
     engine.backward(mean_square(engine(normal_batches(1)[0][0])), update=True)
     return {param.name for param in engine.inspect().parameters if param.steps > before[param.name]}
@@ -181,14 +174,14 @@ def test_a_step_unlike_earlier_steps_raises_by_name():
     with pytest.raises(TrainingError, match=r"last\.(weight|bias).*after it was updated in the same backward"):
         engine.backward(mean_square(engine(normal(2, WIDTH))), update=True)
     engine.optimizer.zero_grad()
-    early_steps(engine, 2)  # from now on the update runs in optimizer.step()
+    train(engine, [(normal(2, WIDTH),)] * 2, update=True)  # from now on the update runs in optimizer.step()
     engine.close()
 
 
 @pytest.mark.parametrize("raw", [False, True], ids=["engine.backward", "loss.backward"])
 def test_another_backward_before_the_step_is_rejected(raw, engine):
     x = normal(2, WIDTH)
-    early_steps(engine, 2, x)
+    train(engine, [(x,)] * 2, update=True)
     first, second = mean_square(engine(x)), mean_square(engine(x))
     engine.backward(first, update=True)
     with pytest.raises(TrainingError, match="another backward"):
@@ -214,18 +207,14 @@ def test_a_gradient_of_an_earlier_backward_does_not_complete_a_chunk(precision):
 def test_a_resumed_engine_observes_a_step_first():
     """Observations of gradients are not saved: under reentrant checkpointing some gradients grow."""
 
-    def run(trainer, optimizer):
-        for step in range(3):
-            trainer.backward(mean_square(trainer(normal(2, WIDTH, seed=step).requires_grad_())), update=True)
-            optimizer.step()
-
+    data = [(normal(2, WIDTH, seed=step).requires_grad_(),) for step in range(3)]
     one = testing.stressed(twice, small_chunks("bf16", chunk_bytes=64))
-    run(one, one.optimizer)
+    train(one, data, update=True)
     other = testing.stressed(twice, small_chunks("bf16", chunk_bytes=64))
     other.load_state_dict(one.state_dict())
     other.optimizer.load_state_dict(one.optimizer.state_dict())
     for engine in (one, other):
-        run(engine, engine.optimizer)
+        train(engine, data, update=True)
     testing.assert_same_bits(one.state_dict(), other.state_dict(), "parameters")
     one.close()
     other.close()
@@ -238,7 +227,7 @@ def test_close_waits_for_running_updates():
     optimizer_step = optimizer_step_of(engine)
     optimizer_step.host_updates = HostUpdates(optimizer_step.kernels, None)
     x = normal(2, width)
-    early_steps(engine, 3, x)
+    train(engine, [(x,)] * 3, update=True)
     engine.backward(mean_square(engine(x)), update=True)
     assert optimizer_step.updating
     engine.close()

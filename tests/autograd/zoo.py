@@ -14,11 +14,10 @@ from patrickstar import testing
 WIDTH = 8
 
 
-def small_chunks(precision, *, chunk_bytes=1024, lr=1e-2, weight_decay=0.1, param_groups=None, optimizer=None):
+def small_chunks(precision, *, chunk_bytes=1024, optimizer=None):
     """Return a configuration with several chunks even for the smallest model; AdamW unless `optimizer` is given."""
-    groups = {} if param_groups is None else {"param_groups": param_groups}
-    chosen = optimizer if optimizer is not None else ps.AdamW(lr=lr, weight_decay=weight_decay, **groups)
-    return ps.Config(device="cpu", device_memory=None, chunk_size=chunk_bytes, precision=precision, optimizer=chosen)
+    optimizer = optimizer or ps.AdamW(lr=1e-2, weight_decay=0.1)
+    return ps.Config(device="cpu", device_memory=None, chunk_size=chunk_bytes, precision=precision, optimizer=optimizer)
 
 
 def normal(*shape, seed=0):

@@ -109,13 +109,6 @@ def test_the_measured_process_stays_within_its_budget():
     assert done.returncode == 0, done.stderr
 
 
-def test_a_model_that_cannot_fit_is_refused_in_bytes():
-    shape = Shape(("mlp", "mlp"))
-    total = Engine(shape.build, config("bf16", 256)).layout.model_data_bytes
-    with pytest.raises(BudgetError, match=rf"{total} bytes.*smallest budgets that work.*host_memory="):
-        Engine(shape.build, config("bf16", 256, device_memory=4096, host_memory=total // 2))
-
-
 @settings(max_examples=draws(25), deadline=None, print_blob=True)
 @given(shapes, st.sampled_from([64, 256, 700]), precisions, st.floats(0.05, 1.5))
 def test_the_smallest_budgets_named_do_work(shape, chunk_size, precision, share):

@@ -4,6 +4,7 @@ import gc
 from functools import partial
 
 import pytest
+import simulated_machines
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,7 +20,7 @@ import patrickstar as ps
 from patrickstar import testing
 from patrickstar._dry_run.simulation import simulate, simulate_on_this_machine
 from patrickstar._engine.engine import Engine
-from patrickstar._perf_model.machine_spec import DiskDrive, Gpu, Host, Links, Machine
+from patrickstar._perf_model.machine_spec import Gpu, Host, Links, Machine
 from patrickstar._perf_model.perf_model import min_transfer_bytes
 from patrickstar._perf_model.workload import Workload
 
@@ -27,12 +28,7 @@ from .models import config, shapes, smallest_device_bytes
 from .test_three_tiers_traffic import speculative_bytes, transferred
 from .tiers import on_disk, options, rooms, wide_shapes
 
-LAPTOP = Machine(
-    name="laptop",
-    source="a test",
-    host=Host(memory="64GiB", memory_bandwidth="20GB", cores=2, matmul_tflops=0.2),
-    disk=DiskDrive(capacity="100GB", read="1GB", write="1GB"),
-)
+LAPTOP = simulated_machines.LAPTOP.model_copy(update={"disk": simulated_machines.DESKTOP.disk})
 ROUNDING = 1e-9
 """Seconds are differences of a clock, and bounds are sums."""
 PEAKS = ("device_peak_model_bytes", "host_peak_model_bytes", "host_peak_non_model_bytes", "disk_bytes", "evictions")

@@ -4,11 +4,11 @@ Only lower bounds of times are asserted, and order: the machine may be busy.
 """
 
 import time
-from contextlib import contextmanager
 
 import pytest
 import strict_device
 import torch
+from test_strict_device import side_stream
 
 DEVICE = torch.device("strict", 0)
 RATES = strict_device.Rates(up=1e6, down=5e5)
@@ -17,22 +17,12 @@ RATES = strict_device.Rates(up=1e6, down=5e5)
 @pytest.fixture(autouse=True)
 def _timed():
     strict_device.configure(timed=RATES)
-    yield
-    strict_device.configure()
 
 
 @pytest.fixture
 def clock():
     """Return a function that waits for the device, and returns the time."""
     return lambda: (torch.accelerator.synchronize(), time.perf_counter())[1]
-
-
-@contextmanager
-def used(stream: torch.Stream):
-    previous = torch.accelerator.current_stream(0)
-    torch.accelerator.set_stream(stream)
-    yield
-    torch.accelerator.set_stream(previous)
 
 
 def add(value: torch.Tensor, seconds: float) -> torch.Event:
@@ -73,7 +63,7 @@ def test_copies_of_one_direction_share_their_link(clock):
     targets = [torch.zeros(25_000, device=DEVICE) for _ in range(2)]
     start_s = clock()
     for source, target in zip(memory, targets, strict=True):
-        with used(torch.Stream(device=DEVICE)):
+        with side_stream(ordered=False):
             target.copy_(source, non_blocking=True)
     torch.accelerator.synchronize()
     assert time.perf_counter() - start_s >= 0.2
@@ -84,9 +74,9 @@ def test_streams_run_beside_each_other(clock):
     slow, fast, last = (torch.zeros(4, device=DEVICE) for _ in range(3))
     start_s = clock()
     slow_end = add(slow, 0.5)
-    with used(torch.Stream(device=DEVICE)):
+    with side_stream(ordered=False):
         fast_end = add(fast, 0.01)
-    with used(torch.Stream(device=DEVICE)):
+    with side_stream(ordered=False):
         torch.accelerator.current_stream(0).wait_event(slow_end)
         last_end = add(last, 0.01)
     fast_end.synchronize()
