@@ -40,13 +40,12 @@ def test_clipping_twice_clips_the_clipped_gradients():
 
 
 def test_backward_after_clipping_is_refused():
-    engine, _ = ps.initialize(chain, small_chunks("bf16"))
-    engine.backward(mean_square(engine(batch(0))))
-    engine.clip_grad_norm_(1.0)
-    loss = mean_square(engine(batch(1)))
-    with pytest.raises(TrainingError, match="after the last backward"):
-        engine.backward(loss)
-    engine.close()
+    with testing.stressed(chain, small_chunks("bf16")) as engine:
+        engine.backward(mean_square(engine(batch(0))))
+        engine.clip_grad_norm_(1.0)
+        loss = mean_square(engine(batch(1)))
+        with pytest.raises(TrainingError, match="after the last backward"):
+            engine.backward(loss)
 
 
 def test_loading_an_optimizer_that_had_not_stepped():
@@ -80,12 +79,11 @@ def test_unfreezing_under_inference_mode():
 
 
 def test_unfreezing_in_the_middle_of_a_step_is_refused_by_name():
-    engine, _ = ps.initialize(half_frozen, small_chunks("bf16"))
-    engine(batch(0))
-    engine.module.blocks[1].requires_grad_(True)
-    with pytest.raises(ModelError, match=r"blocks\.1\.0\.weight.*middle of a step"):
-        engine(batch(1))
-    engine.close()
+    with testing.stressed(half_frozen, small_chunks("bf16")) as engine:
+        engine(batch(0))
+        engine.module.blocks[1].requires_grad_(True)
+        with pytest.raises(ModelError, match=r"blocks\.1\.0\.weight.*middle of a step"):
+            engine(batch(1))
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -6,12 +6,12 @@ from functools import partial
 import pytest
 import torch
 from probes import manager_of
+from seeded import engine_of
 from torch import nn
 from toys import inputs, layers, mean_square
 
 import patrickstar as ps
 from patrickstar import testing
-from patrickstar._engine.engine import Engine
 from patrickstar.errors import BudgetError
 
 WIDTH, ROWS = 64, 256
@@ -35,7 +35,7 @@ def test_the_bits_are_those_of_plain_pytorch(precision, stress):
 
 
 def test_bytes_go_out_come_back_and_are_given_back():
-    engine = Engine(build, config(), meter=testing.NoMeter())
+    engine = engine_of(build, config())
     thrown_away = engine(*batches(1)[0])
     away = engine.inspect().host.other_bytes
     assert away >= 3 * ROWS * WIDTH * 2, "each linear layer saves its input"
@@ -55,8 +55,7 @@ def test_bytes_go_out_come_back_and_are_given_back():
 
 def gradients(*, moved: bool) -> dict[str, torch.Tensor]:
     """Return those of one step, with activations that changed places in the arena after forward, or did not."""
-    torch.manual_seed(0)
-    engine = Engine(build, config(), meter=testing.NoMeter(), poison=True)
+    engine = engine_of(build, config())
     host = manager_of(engine).host_tier
     gap = host.allocate_block(4096)
     loss = mean_square(engine(*batches(1)[0]))
@@ -80,8 +79,8 @@ def test_copies_that_have_changed_places_come_back_whole():
 
 
 def test_a_host_budget_that_is_too_small_is_an_error_in_bytes():
-    whole = Engine(build, config(), meter=testing.NoMeter()).layout.model_data_bytes
-    engine = Engine(build, config(host_memory=whole + 1000), meter=testing.NoMeter())
+    whole = engine_of(build, config()).layout.model_data_bytes
+    engine = engine_of(build, config(host_memory=whole + 1000))
     with pytest.raises(BudgetError, match=r"activation needs \d+ bytes on the host.*Raise host_memory by at least"):
         engine(*batches(1)[0])
     engine.close()

@@ -4,23 +4,21 @@ import logging
 from functools import partial
 
 import torch
+from seeded import engine_of, run_step
 from torch.profiler import ProfilerActivity, profile
 from toys import layers
 
 import patrickstar as ps
-from patrickstar import testing
 from patrickstar._engine.engine import Engine
 
 
 def engine_of_layers() -> Engine:
     """Return an engine over four layers that evicts whatever it may at every access."""
     config = ps.Config(device="cpu", precision="fp32", chunk_size=1024, optimizer=ps.AdamW(lr=1e-3))
-    return Engine(partial(layers, 16, 4), config, meter=testing.NoMeter(), evict_everything=True)
+    return engine_of(partial(layers, 16, 4), config, evict_everything=True)
 
 
-def step(engine: Engine, rows: int = 2) -> None:
-    engine.backward(engine(torch.ones(rows, 16)).square().mean())
-    engine.optimizer.step()
+step = partial(run_step, batch=(torch.ones(2, 16),))
 
 
 def test_a_profile_names_the_work_of_a_step(one_thread, tmp_path):

@@ -16,6 +16,7 @@ from patrickstar._step.lock_free_update import LockFreeUpdates
 from patrickstar._step.streamed_update import StreamedUpdate
 
 STEPS = 8
+USUAL = loop([[]] * STEPS, [1] * STEPS)
 
 
 @pytest.fixture
@@ -80,15 +81,14 @@ class NotBegun:
 def test_updates_that_have_not_begun_are_put_off_until_they_are_overdue(max_staleness, monkeypatch, tmp_path):
     start = HostUpdates.start
     monkeypatch.setattr(HostUpdates, "start", lambda *args: NotBegun(partial(start, *args)))
-    script = loop([[]] * STEPS, [1] * STEPS)
-    stats = compare(script, 4, tmp_path, max_staleness=max_staleness, chunk_size="6KiB", **IN_MEMORY)
+    stats = compare(USUAL, 4, tmp_path, max_staleness=max_staleness, chunk_size="6KiB", **IN_MEMORY)
     assert stats.peak_staleness == max_staleness
 
 
 @pytest.mark.parametrize("share", [0.0, 0.8, 1.0])
 def test_run_replay_and_reference_agree_from_disk(share, sluggish, tmp_path):
     sluggish(share)
-    stats = compare(loop([[]] * STEPS, [1] * STEPS), 2, tmp_path, replayed=IN_MEMORY, **on_disk(tmp_path))
+    stats = compare(USUAL, 2, tmp_path, replayed=IN_MEMORY, **on_disk(tmp_path))
     assert stats.disk_write_bytes > 0 and stats.staleness > 0 and stats.peak_staleness <= 4
 
 
@@ -106,8 +106,7 @@ def test_no_page_is_updated_while_gradients_are_added(seed, sluggish, monkeypatc
         accept(self, *args)
 
     monkeypatch.setattr(LockFreeUpdates, "accept", checked)
-    script = loop([[]] * STEPS, [1] * STEPS)
-    compare(script, seed, tmp_path, max_staleness=9, **on_disk(tmp_path) | dict(chunk_size="40KiB"))
+    compare(USUAL, seed, tmp_path, max_staleness=9, **on_disk(tmp_path) | dict(chunk_size="40KiB"))
     assert calls
 
 
