@@ -4,10 +4,12 @@ Of the combinations of a test marked `pairwise` it runs some in which every two 
 `make nightly` runs all.
 """
 
+from collections.abc import Callable
 from itertools import combinations
+from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 
 NIGHTLY = "nightly"
 """Hypothesis profile of `make nightly`."""
@@ -29,6 +31,12 @@ def nightly() -> bool:
 def draws(count: int) -> int:
     """Return how many of `count` random cases run: all of them nightly, otherwise a quarter, but at least one."""
     return count if nightly() else -(-count // FAST_SHARE)
+
+
+def fixed_draws(count: int) -> Callable[..., Any]:
+    """Return hypothesis' `given` with so many draws, thinned as by `draws`, and the same in every run."""
+    chosen = settings(derandomize=True, max_examples=draws(count))
+    return lambda *strategies: lambda test: chosen(given(*strategies)(test))
 
 
 def fast(items: list[pytest.Item]) -> list[pytest.Item]:

@@ -4,22 +4,15 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
-from sampling import draws
+from sampling import fixed_draws
 
-from patrickstar._layout.chunk_mapping import (
-    ALIGN_NUMEL,
-    Layout,
-    ParamSpec,
-    align,
-    build_layout,
-)
+from patrickstar._layout.chunk_mapping import ALIGN_NUMEL, Layout, ParamSpec, align, build_layout
 from patrickstar._layout.schema import schema_for
 from patrickstar._layout.shard_group import ShardGroup
 from patrickstar.errors import ModelError
 
-quick = settings(derandomize=True, deadline=None, max_examples=draws(200))
+given = fixed_draws(200)
 
 TRAINED16 = schema_for("bfloat16", trained=True)
 FROZEN16 = schema_for("float16", trained=False)
@@ -63,13 +56,11 @@ def test_alignment_rounds_up(numel, aligned):
     assert align(numel) == aligned
 
 
-@quick
 @given(parameters(), chunk_numels)
 def test_no_parameter_straddles_or_overlaps(params, chunk_numel):
     check_sound(build_layout(params, chunk_numel), params)
 
 
-@quick
 @given(parameters(), chunk_numels, st.integers(2, 4), st.booleans())
 def test_shards_of_several_ranks_are_aligned_too(params, chunk_numel, nproc, grouped):
     for rank in range(nproc):
@@ -83,7 +74,6 @@ def test_shards_of_several_ranks_are_aligned_too(params, chunk_numel, nproc, gro
             assert first % ALIGN_NUMEL == 0, "a rank's shard of a parameter is not aligned"
 
 
-@quick
 @given(parameters(), chunk_numels, st.sampled_from([(2, 2), (2, 1), (1, 2), (3, 2), (2, 3)]), st.booleans())
 def test_shards_of_replicas(params, chunk_numel, mesh, grouped):
     replicas, shards = mesh
@@ -112,7 +102,6 @@ def test_shards_of_replicas(params, chunk_numel, mesh, grouped):
     )
 
 
-@quick
 @given(parameters(), chunk_numels)
 def test_creation_order_inside_a_schema(params, chunk_numel):
     layout = build_layout(params, chunk_numel)
@@ -125,7 +114,6 @@ def test_creation_order_inside_a_schema(params, chunk_numel):
     assert [location.chunk for location in opened] == list(range(len(layout.chunks)))
 
 
-@quick
 @given(parameters(), chunk_numels)
 def test_private_chunks_are_for_the_oversize_and_for_those_that_ask(params, chunk_numel):
     layout = build_layout(params, chunk_numel)
@@ -140,7 +128,6 @@ def test_private_chunks_are_for_the_oversize_and_for_those_that_ask(params, chun
             assert chunk.numel <= layout.chunk_numel == align(chunk_numel)
 
 
-@quick
 @given(parameters(), chunk_numels)
 def test_shared_chunks_are_full_but_the_last_which_is_trimmed(params, chunk_numel):
     layout = build_layout(params, chunk_numel)
@@ -157,7 +144,6 @@ def test_shared_chunks_are_full_but_the_last_which_is_trimmed(params, chunk_nume
 
 
 @pytest.mark.parametrize(("schema", "nbytes", "compute"), [(TRAINED16, 14, 2), (FROZEN16, 2, 2), (TRAINED32, 16, 4)])
-@quick
 @given(st.data(), chunk_numels)
 def test_bytes_are_a_closed_formula(schema, nbytes, compute, data, chunk_numel):
     params = data.draw(parameters([schema]))
@@ -176,7 +162,6 @@ def test_a_duplicate_name_is_refused():
         build_layout([ParamSpec("net.weight", 8, TRAINED16), ParamSpec("net.weight", 8, FROZEN16)], 64)
 
 
-@quick
 @given(parameters(), chunk_numels, st.data())
 def test_extended_moves_some_and_leaves_the_others_where_they_are(params, chunk_numel, data):
     if not params:
@@ -199,10 +184,4 @@ def test_extended_moves_some_and_leaves_the_others_where_they_are(params, chunk_
             assert (chunk.numel, chunk.schema) == (old[chunk.index].numel, old[chunk.index].schema)
     payload = sum(param.numel * param.schema.bytes_per_param for param in stayed + moved)
     assert grown.model_data_bytes == payload + grown.padding_bytes
-
-
-@quick
-@given(parameters().filter(bool), chunk_numels)
-def test_extended_by_nothing_is_the_same(params, chunk_numel):
-    layout = build_layout(params, chunk_numel)
     assert layout.extended([]) == layout

@@ -1,8 +1,7 @@
 """Chunk-size search compared with an exhaustive search of its range."""
 
-from hypothesis import given, settings
 from hypothesis import strategies as st
-from sampling import draws
+from sampling import fixed_draws
 
 from patrickstar._layout.chunk_mapping import ALIGN_NUMEL, ParamSpec, align, build_layout
 from patrickstar._layout.chunk_size_search import (
@@ -13,7 +12,7 @@ from patrickstar._layout.chunk_size_search import (
 )
 from patrickstar._layout.schema import schema_for
 
-quick = settings(derandomize=True, deadline=None, max_examples=draws(100))
+given = fixed_draws(100)
 
 SCHEMAS = [schema_for(dtype, trained) for dtype in ("bfloat16", "float32") for trained in (True, False)]
 BUDGET = 1 << 40
@@ -26,7 +25,6 @@ def parameters(largest_numel, max_size):
     )
 
 
-@quick
 @given(parameters(1600, 12), st.integers(1, 1 << 17))
 def test_no_size_of_the_range_wastes_less_and_no_larger_one_as_little(params, budget_bytes):
     upper = largest_useful_numel(params, budget_bytes)
@@ -38,7 +36,6 @@ def test_no_size_of_the_range_wastes_less_and_no_larger_one_as_little(params, bu
     assert layout.chunk_numel == max(size for size, nbytes in padding.items() if nbytes == smallest)
 
 
-@quick
 @given(parameters(1 << 22, 30), st.integers(1 << 10, 1 << 32))
 def test_large_sizes_stay_in_the_range_and_waste_no_more_than_its_upper_end(params, budget_bytes):
     upper = largest_useful_numel(params, budget_bytes)
@@ -47,7 +44,6 @@ def test_large_sizes_stay_in_the_range_and_waste_no_more_than_its_upper_end(para
     assert layout.padding_bytes <= build_layout(params, upper).padding_bytes
 
 
-@quick
 @given(parameters(1 << 26, 30), st.integers(1, BUDGET))
 def test_the_largest_useful_size(params, budget_bytes):
     upper = largest_useful_numel(params, budget_bytes)

@@ -3,9 +3,8 @@
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
-from sampling import draws
+from sampling import fixed_draws
 
 from patrickstar._perf_model.collective_costs import all_reduce_bytes, exchange_bytes, replica_bytes, shard_bytes
 from patrickstar._perf_model.experts import Experts
@@ -17,7 +16,7 @@ from patrickstar._perf_model.param_placement import ShareVariables
 from patrickstar._perf_model.t5_costs import T5
 from patrickstar._perf_model.workload import gpt_workload, t5_workload
 
-quick = settings(derandomize=True, deadline=None, max_examples=draws(200))
+given = fixed_draws(200)
 sizes = st.sampled_from([1, 2, 3, 4, 8, 16, 96])
 numels = st.integers(1, 2 * 10**12)
 
@@ -26,7 +25,6 @@ def to_the_byte(measured, exact):
     return abs(Fraction(measured) - exact) < Fraction(1, 2)
 
 
-@quick
 @given(numels, sizes, sizes, st.integers(1, 5))
 def test_two_levels_of_transport_move_the_bytes_of_their_table(numel, shards, replicas, gathers):
     group, processes = ShardGroup(shards, replicas), shards * replicas
@@ -37,7 +35,6 @@ def test_two_levels_of_transport_move_the_bytes_of_their_table(numel, shards, re
     assert to_the_byte(replica_bytes(numel, group, sum_bytes=2), 4 * between)
 
 
-@quick
 @given(numels, sizes, sizes, st.sampled_from([1, 2, 4]))
 def test_replicas_of_several_nodes_gather_over_the_network(numel, nodes, replicas, gpus):
     shards, processes = nodes * gpus, nodes * gpus * replicas
@@ -57,7 +54,6 @@ def test_replicas_of_several_nodes_gather_over_the_network(numel, nodes, replica
         )
 
 
-@quick
 @given(numels, sizes, sizes)
 def test_model_data_of_a_process_are_14_bytes_per_owned_element_and_2_of_the_replicas_copy(numel, shards, replicas):
     variables = Variables(ShareVariables.COUNT)

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling import draws
 
-from patrickstar._schedule.coordination import Message, Request, derive_agreement
+from patrickstar._schedule.coordination import Agreement, Message, Request, derive_agreement
 from patrickstar.errors import PeerError
 
 CHUNKS = 4
@@ -86,48 +86,38 @@ def test_all_processes_reach_the_step(program):
         assert not process.ready, "gradients were left behind"
 
 
-def test_equal_requests_are_granted_at_once():
-    agreement = derive_agreement([Message(Request.GATHER, 3, frozenset({5}))] * 4)
-    assert agreement.gathers == ((3, (0, 1, 2, 3)),)
-    assert agreement.reductions == ((5, (0, 1, 2, 3)),)
+def waits(request: Request, *ready: int) -> Message:
+    """Return the message of a process that has gradients of these chunks."""
+    return Message(request, ready=frozenset(ready))
 
 
-def test_one_stale_copy_lets_all_replicas_exchange_shards():
-    messages = [
-        Message(Request.GATHER, 3),
-        Message(Request.REFRESH, 3),
-        Message(Request.GATHER, 1),
-        Message(Request.STEP),
-    ]
-    agreement = derive_agreement(messages)
-    assert agreement.gathers == ((1, (2,)), (3, (0, 1)))
-    assert agreement.refreshes == {3}
+GATHER, STEP = Message(Request.GATHER, 3), waits(Request.STEP)
+ONE, TWO = waits(Request.MEMORY, 1), waits(Request.MEMORY_ALONE, 2)
+AGREEMENTS = {
+    # Reductions, gathers, whether all are done, refreshes, and whether all wait for memory.
+    "equal requests are granted at once": (
+        [Message(Request.GATHER, 3, frozenset({5}))] * 2,
+        Agreement(((5, (0, 1)),), ((3, (0, 1)),), False),
+    ),
+    "one stale copy lets all replicas exchange shards": (
+        [GATHER, Message(Request.REFRESH, 3), Message(Request.GATHER, 1), STEP],
+        Agreement((), ((1, (2,)), (3, (0, 1))), False, frozenset({3})),
+    ),
+    "gradients wait for processes without them": ([ONE, GATHER], Agreement((), ((3, (1,)),), False)),
+    "but not for those that are done": ([ONE, STEP], Agreement(((1, (0,)),), (), False)),
+    "where all wait for memory gradients are moved to the host": ([ONE, TWO], Agreement((), (), False, blocked=True)),
+    "or reduced as they are if no host has room": (
+        [waits(Request.MEMORY_ALONE, 1), TWO],
+        Agreement(((1, (0,)), (2, (1,))), (), False, blocked=True),
+    ),
+    "not while one computes": ([ONE, waits(Request.NOTHING)], Agreement((), (), False)),
+    "nobody waits who is done": ([STEP, STEP], Agreement((), (), True)),
+}
 
 
-def test_gradients_wait_for_processes_without_them():
-    computing, done = Message(Request.GATHER, 1), Message(Request.STEP)
-    ready = Message(Request.MEMORY, ready=frozenset({2}))
-    assert derive_agreement([ready, computing]).reductions == ()
-    assert derive_agreement([ready, done]).reductions == ((2, (0,)),)
-
-
-def test_processes_that_wait_for_memory_move_gradients_to_the_host():
-    messages = [Message(Request.MEMORY, ready=frozenset({1})), Message(Request.MEMORY_ALONE, ready=frozenset({2}))]
-    agreement = derive_agreement(messages)
-    assert agreement.blocked
-    assert agreement.reductions == ()
-
-
-def test_gradients_are_reduced_as_they_are_if_no_host_has_room():
-    messages = [Message(Request.MEMORY_ALONE, ready=frozenset({chunk})) for chunk in (1, 2)]
-    agreement = derive_agreement(messages)
-    assert agreement.reductions == ((1, (0,)), (2, (1,)))
-
-
-def test_processes_are_not_blocked_while_one_computes():
-    messages = [Message(Request.MEMORY, ready=frozenset({1})), Message(Request.NOTHING)]
-    assert not derive_agreement(messages).blocked
-    assert not derive_agreement([Message(Request.STEP), Message(Request.STEP)]).blocked
+@pytest.mark.parametrize(("messages", "agreement"), AGREEMENTS.values(), ids=AGREEMENTS)
+def test_agreements(messages, agreement):
+    assert derive_agreement(messages) == agreement
 
 
 def test_different_barriers_are_refused():

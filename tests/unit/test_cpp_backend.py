@@ -20,9 +20,8 @@ from cpp_backend_cases import (
     STRIP,
     Lists,
 )
-from hypothesis import given, settings
 from hypothesis import strategies as st
-from sampling import draws
+from sampling import fixed_draws
 
 from patrickstar._kernels.cpp_backend import CppBackend
 from patrickstar._kernels.eager_backend import EagerBackend
@@ -30,7 +29,7 @@ from patrickstar.testing import assert_same_bits
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), implementations.needs_native]
 
-quick = settings(derandomize=True, deadline=None, max_examples=draws(60))
+given = fixed_draws(60)
 
 # Sizes and offsets
 
@@ -52,7 +51,6 @@ def test_sizes_about_a_piece_and_a_page(implementation, numel):
 
 
 @pytest.mark.parametrize("variant", implementations.NATIVE)
-@quick
 @given(
     st.sampled_from(RULES),
     st.integers(0, 1200),
@@ -85,7 +83,6 @@ def test_any_number_of_threads(variant, threads):
 
 
 @pytest.mark.parametrize("variant", implementations.NATIVE)
-@quick
 @given(
     st.sampled_from(RULES),
     st.integers(1, 3000).flatmap(lambda numel: st.tuples(st.just(numel), st.lists(st.integers(0, numel), max_size=5))),
@@ -157,8 +154,7 @@ def test_the_fastest_variant_is_taken():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", implementations.NATIVE)
-@settings(derandomize=True, deadline=None, max_examples=draws(300))
-@given(
+@fixed_draws(300)(
     st.sampled_from(RULES),
     st.integers(PIECE - 5000, 3 * PIECE + 5000),
     st.sampled_from(DTYPES),

@@ -4,30 +4,26 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
-from sampling import draws
+from sampling import fixed_draws
 
 from patrickstar._perf_model.experts import FeedForward, expected_maximum
 
-quick = settings(derandomize=True, deadline=None, max_examples=draws(100))
+given = fixed_draws(100)
 SEED = 20260518
 
 
-@quick
 @given(st.floats(1e-3, 1e6))
 def test_one_process_has_the_mean_load(mean):
     assert expected_maximum(mean, 1) == pytest.approx(mean, rel=1e-9)
 
 
-@quick
 @given(st.floats(1e-3, 1e6), st.integers(1, 2000))
 def test_the_busiest_process_has_more_tokens_the_more_processes_there_are(mean, bins):
     few, more = expected_maximum(mean, bins), expected_maximum(mean, bins + 1)
     assert mean * (1 - 1e-9) <= few <= more * (1 + 1e-12)
 
 
-@quick
 @given(st.floats(0.01, 50))
 def test_the_maximum_of_two_is_the_sum_over_all_pairs_of_counts(mean):
     counts = np.arange(0, 200)
@@ -54,7 +50,6 @@ def test_large_means_have_the_maximum_of_normal_variables():
     assert mean + 2.5 * math.sqrt(mean) < expected_maximum(mean, bins) < mean + math.sqrt(2 * mean * math.log(bins))
 
 
-@quick
 @given(st.integers(1, 64), st.integers(1, 64), st.booleans(), st.sampled_from([1, 2, 4, 8]))
 def test_parts_of_a_feed_forward_network_are_the_whole_and_copies_of_one_bias(hidden, units, biases, tp):
     network = FeedForward(8 * hidden, 8 * units, biases, saved_bytes_per_unit=4)

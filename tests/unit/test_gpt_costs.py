@@ -2,13 +2,12 @@
 
 from math import isclose
 
-from hypothesis import given, settings
 from hypothesis import strategies as st
-from sampling import draws
+from sampling import fixed_draws
 
 from patrickstar._perf_model.gpt_costs import Gpt
 
-quick = settings(derandomize=True, deadline=None, max_examples=draws(100))
+given = fixed_draws(100)
 
 GPT2 = Gpt(layers=12, hidden=768, heads=12)
 shapes = st.builds(
@@ -31,14 +30,12 @@ def test_a_classifier_has_as_many_parameters_as_in_the_originals_log():
     assert isclose(Gpt(24, 1536, 16, vocab=30_522, sequence=128, head=False).numel, 0.72940493e9, rel_tol=0.005)
 
 
-@quick
 @given(shapes)
 def test_layer_parameters_are_the_sum_of_its_tensors(gpt):
     assert sum(gpt.layer_tensors()) == gpt.layer_numel
     assert gpt.numel == gpt.layers * gpt.layer_numel + gpt.embedding_numel + 2 * gpt.hidden
 
 
-@quick
 @given(shapes, st.integers(1, 1 << 20))
 def test_operations_are_two_per_matrix_element_and_token(gpt, tokens):
     matrices = sum(numel for numel in gpt.layer_tensors() if numel >= gpt.hidden**2)
@@ -54,7 +51,6 @@ def test_the_papers_count_is_exact_if_matrices_dominate():
     assert isclose(large.paper_operations(1000), large.operations(1000), rel_tol=0.02)
 
 
-@quick
 @given(shapes, st.integers(1, 64))
 def test_activations_are_proportional_to_the_batch(gpt, batch):
     assert gpt.checkpoint_bytes(batch) == batch * gpt.checkpoint_bytes(1) == gpt.checkpoint_bytes(batch, gpt.layers)

@@ -9,9 +9,8 @@ import implementations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
-from sampling import draws
+from sampling import fixed_draws
 
 from patrickstar._kernels.cpp_backend import CppBackend
 from patrickstar._kernels.eager_backend import EagerBackend
@@ -20,7 +19,7 @@ from patrickstar._kernels.update_rule import Gradient
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-quick = settings(derandomize=True, deadline=None, max_examples=draws(60))
+given = fixed_draws(60)
 
 LANES, BLOCK, PAGE = 32, 4096, 1 << 20
 SCALES = [(), (1 / 65536,), (0.3, 1e-3)]
@@ -140,7 +139,6 @@ def test_any_number_of_threads(variant, threads):
 
 
 @pytest.mark.parametrize("implementation", implementations.ALL)
-@quick
 @given(
     st.lists(st.tuples(st.integers(0, 2 * BLOCK + 70), st.sampled_from(ieee.DTYPES), st.booleans()), max_size=4),
     st.lists(st.floats(1e-6, 1e6), max_size=3).map(tuple),
@@ -191,7 +189,6 @@ def test_the_order_shows(dtype):
 
 
 @pytest.mark.parametrize("implementation", implementations.ALL)
-@quick
 @given(
     st.lists(st.tuples(st.integers(0, BLOCK + 70), st.sampled_from(ieee.DTYPES), st.booleans()), max_size=4),
     st.sampled_from([(), (0.3,), (1e-41, 3e38), (3e38, 3e38), (math.inf,), (math.nan,), (0.0,)]),

@@ -170,14 +170,20 @@ def test_freed_memory_is_poisoned_on_request(poison):
     assert freed.isnan().all() if poison else (freed == 5.0).all()
 
 
-@pytest.mark.parametrize("kind", ["fetch_transfer", "eviction_transfer", "h2d_transfer"])
-def test_transfers_in_flight_are_waited_for_before_blocks_move(kind):
+@pytest.fixture
+def between_gaps():
+    """Return a full tier from which two chunks were freed, and the chunk between them, which moves for a larger one."""
     host = tier(8 * ALIGN_BYTES)
     first, second, third, _ = (chunk_on(host, 2, value, value) for value in range(4))
-    copy = CountedTransfer()
-    setattr(second, kind, copy)
     host.free(first)
     host.free(third)
+    return host, second
+
+
+@pytest.mark.parametrize("kind", ["fetch_transfer", "eviction_transfer", "h2d_transfer"])
+def test_transfers_in_flight_are_waited_for_before_blocks_move(between_gaps, kind):
+    (host, second), copy = between_gaps, CountedTransfer()
+    setattr(second, kind, copy)
     block = host.allocate_block(256)
     assert copy.waits == 0, "there was a gap, so no block moved"
     host.release_block(block)
@@ -198,13 +204,9 @@ class Reader:
         self.released.append(owner)
 
 
-def test_blocks_that_a_checkpoint_writer_reads_are_released_before_they_move():
-    host, reader = tier(8 * ALIGN_BYTES), Reader()
-    first, second, third, _ = (chunk_on(host, 2, value, value) for value in range(4))
+def test_blocks_that_a_checkpoint_writer_reads_are_released_before_they_move(between_gaps):
+    (host, second), reader = between_gaps, Reader()
     second.save_reader = reader
-    host.free(first)
-    host.free(third)
-    assert not reader.released
     chunk_on(host, 4)
     assert reader.released == [second] and second.host_block.start == 0
 
@@ -218,12 +220,8 @@ def test_memory_of_the_device_that_a_checkpoint_writer_reads_is_released_before_
     manager.close()
 
 
-def test_updates_are_finished_before_blocks_move():
-    host = tier(8 * ALIGN_BYTES)
-    first, second, third, _ = (chunk_on(host, 2, value, value) for value in range(4))
-    host.free(first)
-    host.free(third)
-    finished = []
+def test_updates_are_finished_before_blocks_move(between_gaps):
+    (host, second), finished = between_gaps, []
 
     def finish() -> None:
         second.finish_update = None  # as a running update does

@@ -3,15 +3,14 @@
 import re
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
-from sampling import draws
+from sampling import fixed_draws
 from simulated_machines import CPU, NODE
 
 from patrickstar._perf_model.machine_spec import DiskDrive, Gpu, Host, Links, find_machine, known_machines, read_machine
 from patrickstar.errors import ConfigError
 
-quick = settings(derandomize=True, deadline=None, max_examples=draws(100))
+given = fixed_draws(100)
 
 COMPLETE = """
 name = "test"
@@ -138,7 +137,6 @@ def test_an_unknown_machine_lists_the_nearest_names(name, near):
         find_machine(name)
 
 
-@quick
 @given(st.integers(1, 20_000), st.integers(0, 2000))
 def test_products_of_half_rate_size_reach_half(size, half):
     gpu = Gpu(count=1, memory=1, matmul_tflops=100, memory_bandwidth=1, half_rate_size=half)
@@ -146,7 +144,6 @@ def test_products_of_half_rate_size_reach_half(size, half):
     assert gpu.matmul_rate(size) <= gpu.matmul_rate(size + 1) <= 100e12
 
 
-@quick
 @given(rates, rates, counts, counts, counts)
 def test_updates_are_limited_by_cores_and_memory(memory_rate, core_rate, sockets, processes, threads):
     host = Host(memory=1, memory_bandwidth=memory_rate, cores=64, sockets=sockets, core_bandwidth=core_rate)
@@ -158,7 +155,6 @@ def test_updates_are_limited_by_cores_and_memory(memory_rate, core_rate, sockets
     assert plain.update_bandwidth(processes, threads) == memory_rate
 
 
-@quick
 @given(rates, rates, counts, counts)
 def test_gpus_on_one_link_share_its_bandwidth(h2d, d2h, shared_by, gpus):
     links = Links(h2d=h2d, d2h=d2h, shared_by=shared_by)

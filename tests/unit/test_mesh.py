@@ -1,14 +1,13 @@
 """Meshes: groups partition the processes, and impossible sizes are refused."""
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
-from sampling import draws
+from sampling import fixed_draws
 
 from patrickstar._perf_model.mesh import Mesh, ShardGroup
 from patrickstar.errors import ConfigError
 
-quick = settings(derandomize=True, deadline=None, max_examples=draws(200))
+given = fixed_draws(200)
 powers = st.integers(0, 4).map(lambda power: 1 << power)
 
 
@@ -27,7 +26,6 @@ def members(mesh, rank):
     return [other for other in range(mesh.processes) if other % mesh.ep == rank % mesh.ep]
 
 
-@quick
 @given(meshes())
 def test_groups_have_as_many_processes_as_share_the_parameters(mesh):
     assert mesh.dense.shards * mesh.dense.replicas == mesh.batches == mesh.processes // mesh.tp

@@ -6,9 +6,9 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume
 from hypothesis import strategies as st
-from sampling import draws
+from sampling import fixed_draws
 
 from patrickstar._models.presets import MOE_PRESETS, PRESETS, T5_PRESETS
 from patrickstar._perf_model.experts import Experts
@@ -20,7 +20,7 @@ from patrickstar._perf_model.t5_costs import T5
 from patrickstar._perf_model.workload import gpt_workload, t5_workload
 from patrickstar.errors import BudgetError, ConfigError
 
-few = settings(derandomize=True, deadline=None, max_examples=draws(40))
+given = fixed_draws(40)
 SERVER = find_machine("8xA100-40GB-11TB")
 IDEAL = Network(bandwidth=1e30, latency_s=0)
 
@@ -71,7 +71,6 @@ def test_one_node_has_the_figures_of_its_machine(case):
     assert {"between nodes", "coordination"}.isdisjoint(seconds(step))
 
 
-@few
 @given(gpts, tps, eps, st.integers(1, 16), st.sampled_from([1, 2, 4]), st.booleans())
 def test_tiers_of_a_cluster_hold_all_model_data_within_their_capacity(gpt, tp, ep, replicas, nodes, recompute):
     assume(ep == 1 or (gpt.experts is not None and ep % tp == 0 and replicas * nodes * 8 % ep == 0))
@@ -120,7 +119,6 @@ def copied_seconds(work, machine, mesh, copied, resident, on_host, in_ram):
     )
 
 
-@few
 @given(st.integers(20, 120), st.integers(4, 12), node_counts, st.floats(1e9, 4e11), st.floats(0, 1e-4))
 def test_no_shares_of_a_cluster_are_faster_than_the_chosen_ones(layers, hidden, nodes, bandwidth, latency_s):
     machine = with_network(Network(bandwidth=bandwidth, latency_s=latency_s), memory=400 * 10**9)
@@ -147,7 +145,6 @@ def test_no_shares_of_a_cluster_are_faster_than_the_chosen_ones(layers, hidden, 
         assert again == pytest.approx(step.bound_s, rel=1e-3), "the shares do not give the estimated time"
 
 
-@few
 @given(gpts, tps, st.integers(2, 40), st.integers(1, 60))
 def test_more_nodes_are_never_slower_if_the_network_is_not_the_limit(gpt, tp, nodes, further):
     gpt = replace(gpt, experts=None)
@@ -166,7 +163,6 @@ def test_more_nodes_are_never_slower_if_the_network_is_not_the_limit(gpt, tp, no
     assert ratio == pytest.approx((1 - 1 / (nodes + further)) / (1 - 1 / nodes)) and ratio <= 2
 
 
-@few
 @given(gpts, eps, st.sampled_from([2, 4, 16]), st.sampled_from(["bandwidth", "latency_s"]))
 def test_a_better_network_is_never_slower(gpt, ep, nodes, better):
     assume(ep == 1 or gpt.experts is not None)

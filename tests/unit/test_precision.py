@@ -8,15 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
-from sampling import draws
+from sampling import fixed_draws
 from torch import nn
 
 from patrickstar._params.precision import LossScaler, cast_inputs, clip_coefficient, compute_dtypes, tensors_in
 from patrickstar.errors import ConfigError, ModelError
 
-quick = settings(derandomize=True, deadline=None, max_examples=draws(200))
+given = fixed_draws(200)
 
 CPU = torch.device("cpu")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -98,7 +97,6 @@ def check_cast(before: Any, after: Any) -> None:
         assert after is before
 
 
-@quick
 @given(nested)
 def test_floating_tensors_are_cast_in_any_nest_of_containers(value):
     check_cast(value, cast(value))
@@ -254,7 +252,6 @@ class Impatient(LossScaler):
     GROWTH_INTERVAL = 3
 
 
-@quick
 @given(st.lists(st.booleans(), max_size=60))
 def test_the_scale_follows_torchs_gradient_scaler(overflows):
     ours = Impatient(enabled=True)
@@ -290,7 +287,6 @@ def test_a_resumed_scaler_goes_on_where_the_other_was():
     assert one.scale == other.scale == LossScaler.INITIAL_SCALE / 2
 
 
-@quick
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=5), st.sampled_from([0.1, 1.0, 100.0]), st.integers(0, 9))
 def test_clipping_follows_clip_grad_norm(numels, max_norm, seed):
     """PyTorch sums in float32, in an order of its own: its norm is near, and what follows from a norm is the same."""
@@ -310,7 +306,6 @@ def test_clipping_follows_clip_grad_norm(numels, max_norm, seed):
     assert all(torch.equal(grad * factor, param.grad) for grad, param in zip(grads, params, strict=True))
 
 
-@quick
 @given(st.floats(0, 1e300), st.floats(1e-6, 1e6))
 def test_norm_and_factor_are_numbers_of_single_precision(norm, max_norm):
     total, factor = clip_coefficient(norm, max_norm)

@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -41,43 +42,40 @@ def test_transfers_take_their_time_and_never_overlap(actions):
         assert transfer.ends_at - transfer.nbytes / 100 >= transfer.requested_at - 1e-6
 
 
-def test_urgent_transfers_run_before_queued_ones():
-    clock = SimulatedClock()
-    channel = SimulatedChannel("disk", 100.0, clock)
-    first, second, urgent = channel.begin(100, "a"), channel.begin(100, "b"), channel.begin(100, "c", urgent=True)
-    second.wait()
-    assert (first.ends_at, urgent.ends_at, second.ends_at) == (1.0, 2.0, 3.0)
+@pytest.fixture
+def clock() -> SimulatedClock:
+    return SimulatedClock()
 
 
-def test_a_queued_transfer_can_be_prioritized():
-    clock = SimulatedClock()
-    channel = SimulatedChannel("disk", 100.0, clock)
-    first, second, third = (channel.begin(100, name) for name in "abc")
-    third.prioritize()
+@pytest.fixture
+def channel(clock) -> SimulatedChannel:
+    return SimulatedChannel("disk", 100.0, clock)
+
+
+@pytest.mark.parametrize("urgent", [True, False], ids=["urgent from the start", "prioritized later"])
+def test_urgent_transfers_run_before_queued_ones(channel, urgent):
+    first, second, third = channel.begin(100, "a"), channel.begin(100, "b"), channel.begin(100, "c", urgent=urgent)
+    if not urgent:
+        third.prioritize()
     second.wait()
     assert (first.ends_at, third.ends_at, second.ends_at) == (1.0, 2.0, 3.0)
 
 
-def test_a_cancelled_transfer_never_begins():
-    channel = SimulatedChannel("disk", 100.0, SimulatedClock())
+def test_a_cancelled_transfer_never_begins(channel):
     first, second = channel.begin(100, "a"), channel.begin(100, "b")
     second.cancel()
     first.wait()
     assert second.done and channel.nbytes == 100
 
 
-def test_an_idle_channel_begins_at_the_request():
-    clock = SimulatedClock()
-    channel = SimulatedChannel("disk", 100.0, clock)
+def test_an_idle_channel_begins_at_the_request(channel, clock):
     channel.run(100, "a")
     clock.now = 10.0
     channel.run(100, "b")
     assert clock.now == 11.0 and channel.busy_s == 2.0
 
 
-def test_a_lane_shows_the_part_of_each_transfer_within_the_step():
-    clock = SimulatedClock()
-    channel = SimulatedChannel("disk", 100.0, clock)
+def test_a_lane_shows_the_part_of_each_transfer_within_the_step(channel, clock):
     for name in "abcd":
         channel.begin(100, name)
     clock.now = 1.5
@@ -92,9 +90,7 @@ def test_a_lane_shows_the_part_of_each_transfer_within_the_step():
     assert channel.lane(1.5).intervals == expected
 
 
-def test_transfers_of_earlier_steps_are_forgotten():
-    clock = SimulatedClock()
-    channel = SimulatedChannel("disk", 100.0, clock)
+def test_transfers_of_earlier_steps_are_forgotten(channel):
     for step in range(5):
         channel.start_step()
         channel.run(100, f"{step}")
@@ -103,10 +99,8 @@ def test_transfers_of_earlier_steps_are_forgotten():
         assert channel.lane(float(step)).intervals == (Interval(0.0, 1.0, f"{step}"),)
 
 
-def test_waits_are_recorded_with_the_name_of_what_is_waited_for():
-    clock = SimulatedClock()
+def test_waits_are_recorded_with_the_name_of_what_is_waited_for(channel, clock):
     clock.phase = lambda: "forward"
-    channel = SimulatedChannel("disk", 100.0, clock)
     first, second = channel.begin(100, "a"), channel.begin(100, "b")
     clock.now = 0.5
     second.wait()

@@ -1,16 +1,15 @@
 """Analytic T5 costs against published counts, against sums over matrices, and in plans."""
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
-from sampling import draws
+from sampling import fixed_draws
 
 from patrickstar._models.presets import T5_PRESETS
 from patrickstar._perf_model.gpt_costs import SAVED_BYTES_PER_SCORE, Gpt
 from patrickstar._perf_model.t5_costs import T5
 from patrickstar._perf_model.workload import t5_workload
 
-quick = settings(derandomize=True, deadline=None, max_examples=draws(100))
+given = fixed_draws(100)
 
 shapes = st.builds(
     T5,
@@ -30,7 +29,6 @@ def test_small_base_and_large_have_as_many_parameters_as_their_checkpoints(name,
     assert T5_PRESETS[name].numel == numel
 
 
-@quick
 @given(shapes, st.integers(1, 1 << 20))
 def test_operations_are_two_per_matrix_element_and_token(t5, tokens):
     norms = 2 * t5.hidden, 3 * t5.hidden
@@ -43,7 +41,6 @@ def test_operations_are_two_per_matrix_element_and_token(t5, tokens):
     assert t5.operations(tokens) == t5.operations(tokens, recompute=False) + tokens * forward
 
 
-@quick
 @given(shapes, st.integers(1, 64))
 def test_activations_are_proportional_to_the_batch(t5, batch):
     assert t5.checkpoint_bytes(batch) == batch * t5.checkpoint_bytes(1)
@@ -53,7 +50,6 @@ def test_activations_are_proportional_to_the_batch(t5, batch):
     assert encoder < decoder
 
 
-@quick
 @given(shapes, st.integers(1, 64))
 def test_checkpointing_costs_operations_and_saves_memory(t5, batch):
     stored, recomputed = t5_workload(t5, batch, checkpointing=False), t5_workload(t5, batch)

@@ -1,12 +1,11 @@
 """The trace: next use against a linear scan."""
 
-from hypothesis import given, settings
 from hypothesis import strategies as st
-from sampling import draws
+from sampling import fixed_draws
 
 from patrickstar._schedule.trace import NEVER, Moment, Trace
 
-quick = settings(derandomize=True, deadline=None, max_examples=draws(300))
+given = fixed_draws(300)
 
 accesses = st.lists(st.sets(st.integers(0, 6), max_size=3).map(lambda drawn: tuple(sorted(drawn))), max_size=20)
 
@@ -23,7 +22,6 @@ def scan(moments: list[tuple[int, ...]], chunk: int, now: int) -> int:
     return NEVER
 
 
-@quick
 @given(accesses, st.data())
 def test_next_use_is_what_a_scan_finds(moments, data):
     trace = trace_of(moments)
@@ -32,7 +30,6 @@ def test_next_use_is_what_a_scan_finds(moments, data):
         assert trace.next_use(chunk, now) == scan(moments, chunk, now)
 
 
-@quick
 @given(accesses)
 def test_uses_are_sorted_and_complete(moments):
     uses = trace_of(moments).uses
@@ -42,7 +39,6 @@ def test_uses_are_sorted_and_complete(moments):
     assert all(found == sorted(found) for found in uses.values())
 
 
-@quick
 @given(st.lists(st.integers(0, 1 << 40), max_size=20))
 def test_the_peak_is_the_largest_of_all_moments(non_model):
     trace = Trace([Moment((), nbytes) for nbytes in non_model])

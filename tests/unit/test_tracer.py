@@ -4,9 +4,8 @@ import mmap
 
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
-from sampling import draws
+from sampling import fixed_draws
 
 from patrickstar._layout.schema import PARAM16
 from patrickstar._memory.chunk_manager import ChunkManager
@@ -19,7 +18,7 @@ from patrickstar._schedule.prefetch import AggressivePrefetch, DemandFetch, Pref
 from patrickstar._schedule.trace import Moment
 from patrickstar.testing import NoMeter
 
-quick = settings(derandomize=True, deadline=None, max_examples=draws(100))
+given = fixed_draws(100)
 
 BUDGET = 1000
 CAUTIOUS = 800
@@ -314,7 +313,6 @@ def test_freed_memory_is_reclaimed_before_chunks_are_evicted(tracer):
     assert (tracer.meter.reclaims, tracer.manager.device_tier.non_model_bytes) == (1, 0)
 
 
-@quick
 @given(st.integers(0, BUDGET), st.integers(0, BUDGET))
 def test_chunks_may_fill_the_budget_below_the_known_peak(peak, now):
     tracer = new_tracer()
@@ -328,7 +326,6 @@ def test_chunks_may_fill_the_budget_below_the_known_peak(peak, now):
 shapes = st.lists(st.sampled_from([(), (0,), (1, 2)]), min_size=1, max_size=3)
 
 
-@quick
 @given(st.lists(st.tuples(st.sampled_from("ab"), shapes), max_size=12))
 def test_trace_is_followed_iff_last_iteration_matched(iterations):
     tracer = new_tracer()

@@ -19,10 +19,10 @@ import implementations
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume
 from hypothesis import strategies as st
 from rule_lists import LISTS
-from sampling import NIGHTLY, draws, nightly
+from sampling import NIGHTLY, fixed_draws, nightly
 
 from patrickstar._kernels.adam import AdamRule
 from patrickstar._kernels.adam_8bit import Adam8bitRule
@@ -36,7 +36,7 @@ from patrickstar._kernels.update_rule import Gradient, Rule, Span
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-quick = settings(derandomize=True, deadline=None, max_examples=draws(150))
+given = fixed_draws(150)
 
 RULES = [
     AdamRule(1e-3, 0.9, 0.999, 1e-8, 0.0, True, 1),
@@ -159,7 +159,6 @@ def nearest(exact: Fraction) -> np.float32:
     return np.float32(math.copysign(math.inf, value) if abs(value) >= 2**128 else float(value))
 
 
-@quick
 @given(floats, floats)
 def test_two_roundings_are_as_good_as_one(one, other):
     a, b = np.float32([one]), np.float32([other])
@@ -170,7 +169,6 @@ def test_two_roundings_are_as_good_as_one(one, other):
     assert ieee.divide(a, b) == nearest(Fraction(one) / Fraction(other))
 
 
-@quick
 @given(floats.map(abs))
 def test_two_roundings_of_a_square_root_are_as_good_as_one(value):
     # The roots of denormals are normal numbers: 96 more binary digits of the value are 48 more of the root.
@@ -256,7 +254,6 @@ dtypes = st.sampled_from(ieee.DTYPES)
 
 
 @pytest.mark.parametrize("implementation", implementations.ALL)
-@quick
 @given(any_rule, dtypes, dtypes, st.booleans(), st.lists(rates, max_size=2).map(tuple), st.integers(0, 1 << 30))
 def test_any_hyper_parameters(implementation, rule, dtype, param, accumulated, scales, seed):
     random = np.random.default_rng(seed)
