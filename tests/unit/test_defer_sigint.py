@@ -1,7 +1,7 @@
 """Test the deferral of Ctrl-C."""
 
 import signal
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -12,123 +12,81 @@ def strike():
     signal.raise_signal(signal.SIGINT)
 
 
-def test_nested_contexts_defer_to_the_outermost():
+@defer_sigint
+def fail_after_a_strike():
+    strike()
+    raise ValueError("inside")
+
+
+def test_nested_contexts_defer_to_the_outermost_and_a_second_ctrl_c_is_not_deferred():
     done = []
     with pytest.raises(KeyboardInterrupt), DeferSigint():
         with DeferSigint():
             strike()
-        done.append("whole")
-    assert done == ["whole"]
-
-
-def test_second_ctrl_c_is_not_deferred():
-    done = []
-    with pytest.raises(KeyboardInterrupt), DeferSigint():
-        strike()
         done.append("first")
         strike()
         done.append("second")
     assert done == ["first"]
 
 
-def test_error_inside_is_the_context_of_ctrl_c():
-    with pytest.raises(KeyboardInterrupt) as caught, DeferSigint():
-        strike()
-        raise ValueError("inside")
+@pytest.mark.parametrize("call", [fail_after_a_strike, handle_sigint(fail_after_a_strike)], ids=["section", "call"])
+def test_error_inside_is_the_context_of_ctrl_c(call):
+    with pytest.raises(KeyboardInterrupt) as caught:
+        call()
     assert isinstance(caught.value.__context__, ValueError)
 
 
 @pytest.mark.parametrize("handler", [signal.SIG_IGN, lambda *_: None])
 def test_user_handler_is_restored(handler):
-    before = signal.signal(signal.SIGINT, handler)
-    try:
-        with DeferSigint():
-            strike()
-        assert signal.getsignal(signal.SIGINT) == handler
-    finally:
-        signal.signal(signal.SIGINT, before)
+    signal.signal(signal.SIGINT, handler)
+    with DeferSigint():
+        strike()
+    assert signal.getsignal(signal.SIGINT) == handler
+
+
+def in_a_thread(function):
+    with ThreadPoolExecutor() as threads:
+        return threads.submit(function).result()
 
 
 def test_other_threads_do_not_change_handlers():
-    seen = []
-
-    def look():
-        with DeferSigint():
-            seen.append(signal.getsignal(signal.SIGINT))
-
-    thread = threading.Thread(target=look)
-    thread.start()
-    thread.join()
-    assert seen == [signal.getsignal(signal.SIGINT)]
-
-
-def test_sections_of_a_call_defer_to_their_end():
-    done = []
-
     @defer_sigint
-    def section():
-        strike()
-        done.append("section")
+    def handler():
+        return signal.getsignal(signal.SIGINT)
+
+    assert in_a_thread(handler) == signal.getsignal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("in_section", [True, False])
+def test_sections_of_a_call_defer_to_their_end_and_the_rest_is_interrupted_at_once(in_section):
+    done = []
 
     @handle_sigint
     def call():
-        section()
+        with DeferSigint():
+            if in_section:
+                strike()
+            done.append("section")
+        if not in_section:
+            strike()
         done.append("call")
 
     with pytest.raises(KeyboardInterrupt):
         call()
-    assert done == ["section"] and SigintHandler.installed is None
+    assert done == ["section"] and SigintHandler.installed is None and not DeferSigint.active
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_call_is_interrupted_at_once_outside_of_sections():
-    done = []
-
-    @handle_sigint
-    def call():
-        with DeferSigint():
-            pass
-        strike()
-        done.append("call")
-
-    with pytest.raises(KeyboardInterrupt):
-        call()
-    assert not done and not DeferSigint.active
-
-
-def test_an_error_in_a_section_of_a_call_is_the_context_of_ctrl_c():
-    @defer_sigint
-    def section():
-        strike()
-        raise ValueError("inside")
-
-    with pytest.raises(KeyboardInterrupt) as caught:
-        handle_sigint(section)()
-    assert isinstance(caught.value.__context__, ValueError)
-
-
 def test_a_handler_that_the_user_sets_within_a_call_stays():
-    before = signal.getsignal(signal.SIGINT)
-    try:
-        handle_sigint(lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))()
-        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGINT, before)
+    handle_sigint(lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))()
+    assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
 
 
 def test_sections_of_other_threads_do_not_defer():
     """A section in a worker thread during a call must not make the main thread's code one."""
-    seen = []
 
     @defer_sigint
     def section():
-        seen.append(DeferSigint.active)
+        return DeferSigint.active
 
-    @handle_sigint
-    def call():
-        thread = threading.Thread(target=section)
-        thread.start()
-        thread.join()
-
-    call()
-    assert seen == [False]
+    assert handle_sigint(in_a_thread)(section) is False

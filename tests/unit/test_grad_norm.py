@@ -93,35 +93,46 @@ def finite(numel, dtype, random, accumulated=False):
 SIZES = [0, 1, 2, 31, 32, 33, 511, 513, BLOCK - 1, BLOCK, BLOCK + 1, BLOCK + 33, 33 * BLOCK + 40]
 
 
-@cache
-def of_any_size(dtype):
-    """Return gradients of all sizes with scales, and what is expected of them: slow in Python."""
+def any_size(dtype):
+    """Return gradients of all sizes with scales."""
     random = np.random.default_rng(0)
     cases = [
         ([finite(numel, dtype, random, accumulated) for numel in SIZES[:-1]], scales)
         for scales, accumulated in product(SCALES, (False, True))
     ]
-    cases.append(([finite(numel, dtype, random) for numel in SIZES], ()))
-    return [(*case, expected(*case)) for case in cases]
+    return [*cases, ([finite(numel, dtype, random) for numel in SIZES], ())]
 
 
-@pytest.mark.parametrize("implementation", implementations.ALL)
-@pytest.mark.parametrize("dtype", ieee.DTYPES, ids=str)
-def test_any_size(dtype, implementation):
-    for case in of_any_size(dtype):
-        check(implementation, *case)
+def about_a_page(numel):
+    return [([finite(numel, torch.bfloat16, np.random.default_rng(numel))], ())]
+
+
+def every_number_of_16_bits(dtype):
+    """Return all and the finite ones, and each in a sum of its own, which shows whether denormals are flushed."""
+    every = ieee.from_bits(np.arange(1 << 16, dtype=np.uint16), dtype)
+    numbers = every[every.isfinite()]
+    return [([Gradient(every), Gradient(numbers)], ()), ([Gradient(value) for value in numbers.view(-1, 1)[::251]], ())]
 
 
 @cache
-def of_a_page(numel):
-    gradients = [finite(numel, torch.bfloat16, np.random.default_rng(numel))]
-    return gradients, (), expected(gradients, ())
+def with_expected(make, argument):
+    """Return cases with what is expected of them: slow in Python."""
+    return [(*case, expected(*case)) for case in make(argument)]
 
 
 @pytest.mark.parametrize("implementation", implementations.ALL)
-@pytest.mark.parametrize("numel", [PAGE - 1, PAGE, PAGE + 33])
-def test_sizes_about_a_page(numel, implementation):
-    check(implementation, *of_a_page(numel))
+@pytest.mark.parametrize(
+    ("make", "argument"),
+    [
+        *((any_size, dtype) for dtype in ieee.DTYPES),
+        *((about_a_page, numel) for numel in (PAGE - 1, PAGE, PAGE + 33)),
+        *((every_number_of_16_bits, dtype) for dtype in (torch.bfloat16, torch.float16)),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_the_bits_of_the_reference(make, argument, implementation):
+    for case in with_expected(make, argument):
+        check(implementation, *case)
 
 
 @cache
@@ -150,22 +161,6 @@ def test_any_gradients_from_any_start(implementation, shapes, scales, first, see
     gradients = [finite(first + numel, dtype, random, accumulated) for numel, dtype, accumulated in shapes]
     gradients = [grad.page(slice(first, None)) for grad in gradients]
     check(implementation, gradients, scales)
-
-
-@cache
-def of_16_bits(dtype):
-    every = ieee.from_bits(np.arange(1 << 16, dtype=np.uint16), dtype)
-    finite_ones = every[every.isfinite()]
-    cases = [[Gradient(every), Gradient(finite_ones)], [Gradient(value) for value in finite_ones.view(-1, 1)[::251]]]
-    return [(gradients, (), expected(gradients, ())) for gradients in cases]
-
-
-@pytest.mark.parametrize("implementation", implementations.ALL)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_every_number_of_16_bits(dtype, implementation):
-    """Denormals are not flushed, also when each is in a sum of its own."""
-    for case in of_16_bits(dtype):
-        check(implementation, *case)
 
 
 @pytest.mark.parametrize("dtype", ieee.DTYPES, ids=str)

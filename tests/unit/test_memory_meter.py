@@ -99,12 +99,6 @@ def test_cpu_counts_tensors_where_they_are_allocated():
     assert isinstance(host_meter(), AllocatorMeter)
 
 
-@resident
-def test_cpu_uses_the_resident_meter_without_an_allocator(monkeypatch):
-    monkeypatch.setattr(meter, "cpu_allocator", lambda: None)
-    assert isinstance(host_meter(), ResidentMeter)
-
-
 def test_sampled_meter_warns_without_kernel_peak(monkeypatch, tmp_path):
     monkeypatch.setattr(meter, "cpu_allocator", lambda: None)
     monkeypatch.setattr(meter, "_CLEAR_REFS", tmp_path / "missing")

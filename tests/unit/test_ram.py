@@ -58,25 +58,23 @@ def test_the_real_machine_has_memory():
     assert 0 < found.default_bytes() < found.available_bytes
 
 
-def test_without_groups_the_systems_available_memory_counts(machine):
-    assert machine("0::/\n", MOUNT_V2, {}).available_bytes == 90 * GIB
-    assert machine("0::/\n", MOUNT_V2, {}).default_bytes() == 80 * GIB
+CACHING = v2("/job", 20 * GIB, 12 * GIB, inactive_file=3 * GIB, active_file=1 * GIB, slab_reclaimable=1 * GIB)
+SLOWED_DOWN = v2("/job", 20 * GIB, GIB, high=8 * GIB)
+AROUND = v2("/a", 30 * GIB, 25 * GIB) | v2("/a/b", 20 * GIB) | v2("/a/b/c", "max", 1 * GIB)
+GROUPS = {
+    # Group of the process, files; available bytes, and how many of them are left to others.
+    "without groups the system's memory counts": ("/", {}, 90 * GIB, TOTAL // 10),
+    "what a group uses, but not its page cache": ("/job", CACHING, 13 * GIB, 2 * GIB),
+    "the groups around it count": ("/a/b/c", AROUND, 5 * GIB, 5 * GIB // 2),
+    "the limit from which processes are slowed down counts": ("/job", SLOWED_DOWN, 7 * GIB, 8 * GIB // 10),
+    "a group beyond its limit leaves nothing": ("/job", v2("/job", GIB, 2 * GIB), 0, 0),
+}
 
 
-def test_what_a_group_uses_counts_but_for_its_page_cache(machine):
-    files = v2("/job", 20 * GIB, 12 * GIB, inactive_file=3 * GIB, active_file=1 * GIB, slab_reclaimable=1 * GIB)
-    found = machine("0::/job\n", MOUNT_V2, files)
-    assert found.available_bytes == (20 - 12 + 5) * GIB
-    assert found.default_bytes() == (20 - 12 + 5 - 2) * GIB
-
-
-def test_the_groups_around_it_count(machine):
-    files = v2("/a", 30 * GIB, 25 * GIB) | v2("/a/b", 20 * GIB) | v2("/a/b/c", "max", 1 * GIB)
-    assert machine("0::/a/b/c\n", MOUNT_V2, files).available_bytes == 5 * GIB
-
-
-def test_the_limit_from_which_processes_are_slowed_down_counts(machine):
-    assert machine("0::/job\n", MOUNT_V2, v2("/job", 20 * GIB, GIB, high=8 * GIB)).available_bytes == 7 * GIB
+@pytest.mark.parametrize(("group", "files", "available", "left"), GROUPS.values(), ids=GROUPS)
+def test_groups_of_the_second_version(machine, group, files, available, left):
+    found = machine(f"0::{group}\n", MOUNT_V2, files)
+    assert (found.available_bytes, found.default_bytes()) == (available, available - left)
 
 
 def test_the_first_version_of_groups_counts(machine):
@@ -88,11 +86,6 @@ def test_the_first_version_of_groups_counts(machine):
 def test_a_container_sees_its_own_group_at_the_mount(machine, path):
     mount = MOUNT_V1.replace("0:32 / /sys", "0:32 /docker/1 /sys")
     assert machine(f"4:memory:{path}\n", mount, v1("", 4 * GIB, GIB)).available_bytes == 3 * GIB
-
-
-def test_a_group_beyond_its_limit_leaves_nothing(machine):
-    found = machine("0::/job\n", MOUNT_V2, v2("/job", GIB, 2 * GIB))
-    assert found.available_bytes == 0 and found.default_bytes() == 0
 
 
 def test_a_system_without_groups_is_measured(monkeypatch):
