@@ -1,5 +1,8 @@
 """Updates and surveys to compare implementations by: every rule and mode, over numbers that break arithmetic."""
 
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
 import torch
 
 from patrickstar._kernels.adam import AdamRule
@@ -10,6 +13,7 @@ from patrickstar._kernels.lion import LionRule
 from patrickstar._kernels.schedule_free import ScheduleFreeRule
 from patrickstar._kernels.sgd import SGDRule
 from patrickstar._kernels.update_rule import Gradient, Rule, Span
+from patrickstar.testing import assert_same_bits
 
 RULES = [
     AdamRule(1e-3, 0.9, 0.999, 1e-8, 0.01, True, 3),
@@ -30,7 +34,7 @@ RULES = [
     Adam8bitRule(1e-3, 0.9, 0.999, 1e-8, 0.01, True, 3),
     Adam8bitRule(0.3, 0.3, 0.5, 1e-8, 0.0, True, 90_000),
 ]
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+BF16, FP16, FP32 = DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 CASES = [
     # Elements, where they begin, whether gradients were summed before, scales. One program or several, full or not; at
     # addresses that allow wide loads and at others; two scales of which one leaves few digits.
@@ -48,14 +52,9 @@ _SPECIAL = torch.tensor(
         *(65504.0, 65520.0, 6e-8, 2.98e-8, 1.00390625, 1.01171875, -1.00390625),  # ends and ties of 16-bit floats
     ]
 )
-_AROUND = 7.0
-"""What lies in memory before and after what is updated."""
-
-
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return True if two tensors are alike to the bit, NaN included."""
-    bits = {4: torch.int32, 2: torch.int16, 1: torch.uint8}[one.dtype.itemsize]
-    return one.dtype == other.dtype and torch.equal(one.view(bits), other.cpu().view(bits))
+SCALES = (0.3, 0.5)
+AROUND = 7.0
+"""Memory content before and after the updated elements."""
 
 
 def numbers(numel: int, dtype: torch.dtype, generator: torch.Generator, special: bool = True) -> torch.Tensor:
@@ -76,32 +75,80 @@ def state_dtype(rule: Rule) -> torch.dtype:
     return torch.uint8 if isinstance(rule, Adam8bitRule) else torch.float32
 
 
+@dataclass(frozen=True)
+class Lists:
+    """A parameter in its chunk lists: the chunk of each list and the offset of the parameter in it."""
+
+    rule: Rule
+    numel: int
+    chunks: dict[str, torch.Tensor]
+    firsts: dict[str, int]
+
+    @classmethod
+    def drawn(cls, rule, numel, *, grad=BF16, param=None, accumulated=False, firsts=(0,), seed=0, special=False):
+        """Return random values. `param`: a dtype, or None to overwrite the gradient. `firsts`: offsets, cycled."""
+        generator = torch.Generator().manual_seed(seed)
+        dtypes = {"grad": grad, "param": param, "accumulated": FP32 if accumulated else None, "master": FP32}
+        dtypes |= dict.fromkeys(rule.kinds, state_dtype(rule))
+        chunks, starts = {}, {}
+        for number, (name, dtype) in enumerate(dtypes.items()):
+            if dtype is not None:
+                first = starts[name] = firsts[number % len(firsts)]
+                values = numbers(numel, dtype, generator) if special else torch.randn(numel, generator=generator)
+                chunks[name] = torch.full((first + numel + 40,), AROUND, dtype=dtype)
+                chunks[name][first : first + numel] = values.abs() if name == "exp_avg_sq" else values
+        return cls(rule, numel, chunks, starts)
+
+    def view(self, name):
+        """Return the parameter's elements of a list, or None if the list does not exist."""
+        first = self.firsts.get(name)
+        return None if first is None else self.chunks[name][first : first + self.numel]
+
+    def span(self):
+        """Return the argument of a backend."""
+        grad, param = self.view("grad"), self.view("param")
+        states = tuple(self.view(kind) for kind in self.rule.kinds)
+        gradient = Gradient(grad, self.view("accumulated"))
+        return Span(grad if param is None else param, gradient, self.view("master"), states, self.rule)
+
+    def copy(self, device="cpu"):
+        """Return a copy with its own memory."""
+        return replace(self, chunks={name: chunk.to(device, copy=True) for name, chunk in self.chunks.items()})
+
+    def after(self, implementation, scales=SCALES, shard_bounds=(), elsewhere=0, device="cpu"):
+        """Return the chunks after one update, split into spans at `shard_bounds`.
+
+        Masters and states are written to other memory if `elsewhere` is not 0: so many elements further from a line.
+        """
+        lists = self.copy(device)
+        span, names, new = lists.span(), ("master", *self.rule.kinds), {}
+        if elsewhere:
+            for name in names:
+                chunk = self.chunks[name]
+                new[name] = torch.full((len(chunk) + elsewhere,), AROUND, dtype=chunk.dtype)[elsewhere:]
+            span = replace(span, out=tuple(replace(lists, chunks=new).view(name) for name in names))
+        spans = [span.page(slice(*ends)) for ends in pairwise((0, *sorted(shard_bounds), self.numel))]
+        implementation.update(spans, scales)
+        for name in new:
+            assert_same_bits([self.chunks[name]], [lists.chunks[name]], "old values")
+        return lists.chunks | new
+
+    def check(self, implementation, scales=SCALES, shard_bounds=(), elsewhere=(0, 1, 32), device="cpu"):
+        """Compare with the eager backend on a single span in place, including the memory around the parameter."""
+        expected = self.after(EagerBackend(), scales)
+        for other in elsewhere:
+            actual = self.after(implementation, scales, shard_bounds, other, device)
+            case = f"{self.rule} over {self.numel} elements from {self.firsts}, cut at {shard_bounds}, to {other}"
+            assert_same_bits(expected, actual, f"{case}, scaled by {scales}")
+
+
 def check_update(implementation, rule: Rule, dtype: torch.dtype, device: str = "cpu", cases=CASES) -> None:
     """Compare an implementation's update with the list's, in place and into another dtype's memory."""
-    generator = torch.Generator().manual_seed(0)
-    for numel, first, earlier, scales in cases:
-
-        def drawn(kind=torch.float32, numel=numel, first=first):
-            around = torch.full((first + numel + 5,), _AROUND, dtype=kind)
-            around[first : first + numel] = numbers(numel, kind, generator)
-            return around
-
-        param = drawn(DTYPES[(DTYPES.index(dtype) + numel) % 3])
-        master, grad, sums = drawn(), drawn(dtype), drawn()
-        states = [drawn(state_dtype(rule)) for _ in rule.kinds]
-        if len(states) == 2 and states[1].is_floating_point():
-            states[1][first : first + numel].abs_()
-        for in_place in (False, True):
-            results = []
-            for one, place in ((implementation, device), (EagerBackend(), "cpu")):
-                whole = [tensor.to(place, copy=True) for tensor in (grad if in_place else param, grad, master, *states)]
-                to, last, *rest = (tensor[first : first + numel] for tensor in whole)
-                summed = sums.to(place)[first : first + numel] if earlier else None
-                gradient = Gradient(to if in_place else last, summed)
-                one.update([Span(to, gradient, rest[0], tuple(rest[1:]), rule)], scales)
-                results.append(whole)
-            for index, (ours, listed) in enumerate(zip(*results, strict=True)):
-                assert same_bits(listed, ours), (index, numel, first, earlier, scales, in_place)
+    for seed, (numel, first, accumulated, scales) in enumerate(cases):
+        for param in (None, DTYPES[(DTYPES.index(dtype) + numel) % 3]):
+            options = dict(grad=dtype, param=param, accumulated=accumulated, firsts=(first,), seed=seed)
+            lists = Lists.drawn(rule, numel, special=True, **options)
+            lists.check(implementation, scales, elsewhere=(0,), device=device)
 
 
 def check_rounding(implementation, dtype: torch.dtype, device: str = "cpu", stride: int = 1) -> None:
@@ -116,9 +163,7 @@ def check_rounding(implementation, dtype: torch.dtype, device: str = "cpu", stri
         still = SGDRule(0.0, 0.0, 0.0, 0.0, False, 1)  # adds a negative zero, which changes nothing
         one.update([Span(param, Gradient(torch.zeros_like(param)), master, (), still)], ())
         results.append((param, master))
-    (param, master), (listed, expected) = results
-    assert same_bits(expected, master)
-    assert same_bits(listed, param)
+    assert_same_bits(results[1], results[0], "parameter and master")
 
 
 def check_survey(implementation, dtype: torch.dtype, device: str = "cpu") -> None:

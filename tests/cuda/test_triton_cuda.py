@@ -7,6 +7,7 @@ from cuda_cases import gpu_marks
 
 from patrickstar._kernels.triton_backend import TritonBackend
 from patrickstar._kernels.update_rule import Gradient, Span
+from patrickstar.testing import assert_same_bits
 
 pytestmark = gpu_marks
 
@@ -50,8 +51,7 @@ def test_large_spans(fused, numel):
             backend.update([Span(param, Gradient(param), master, tuple(states), rule)], (0.5,))
         torch.cuda.synchronize()
         results.append((param, master, *states))
-    for actual, expected in zip(*results, strict=True):
-        assert kernel_cases.same_bits(expected, actual)
+    assert_same_bits(results[1], results[0], "chunks")
 
 
 def test_an_update_takes_no_memory(fused):

@@ -9,6 +9,7 @@ from patrickstar._kernels import triton_backend
 from patrickstar._kernels.triton_backend import TritonBackend
 from patrickstar._kernels.update_rule import Gradient, Span
 from patrickstar._layout.chunk_mapping import ALIGN_NUMEL
+from patrickstar.testing import assert_same_bits
 
 # The interpreter computes with numpy, which warns of every infinity and NaN.
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
@@ -65,8 +66,7 @@ def test_neighbours_in_a_chunk_are_updated_by_one_launch(fused, monkeypatch, ear
         results.append([torch.cat([values[part] for part in parts]) for values in (param, master, first, second)])
         results[-1] += [values[384:512] for values in (param, master, first, second)]
     assert len(launches) == 2
-    for ours, listed in zip(*results, strict=True):
-        assert kernel_cases.same_bits(listed, ours)
+    assert_same_bits(results[1], results[0], "chunks")
 
 
 class Counted:

@@ -27,6 +27,7 @@ def test_sizes_become_bytes():
 @pytest.mark.parametrize(
     ("kind", "misspelt", "meant"),
     [
+        (Config, "zzz", None),
         (Config, "device_mem", "device_memory"),
         (Config, "hostmemory", "host_memory"),
         (Config, "precison", "precision"),
@@ -41,14 +42,10 @@ def test_an_unknown_option_is_named_with_the_nearest_valid_one(kind, misspelt, m
     with pytest.raises(ConfigError) as caught:
         kind(**{misspelt: 1})
     message = str(caught.value)
-    assert f"{kind.__name__} has no option {misspelt!r}; did you mean {meant!r}?" in message
+    assert f"{kind.__name__} has no option {misspelt!r}" in message
+    assert (f"; did you mean {meant!r}?" if meant else "Its options: ") in message
     assert all(name in message for name in kind.model_fields)
     assert "\n" not in message
-
-
-def test_a_name_like_no_option_still_gets_the_list():
-    with pytest.raises(ConfigError, match=r"Its options: .*device_memory"):
-        Config(zzz=1)
 
 
 @pytest.mark.parametrize(
@@ -111,34 +108,31 @@ def test_a_class_of_torch_may_be_given(optimizer, kind, options, states):
     assert found.defaults()["lr"] == options.get("lr", 1e-3)
 
 
+OF_TORCH = {
+    "an unknown option": (
+        functools.partial(torch.optim.Adam, momentum=0.9),
+        r"Adam\(.*momentum=0.9.*unexpected keyword",
+    ),
+    "a value out of range": (functools.partial(torch.optim.SGD, lr=-1.0), r"SGD\(.*lr=-1.0.*Invalid learning rate"),
+    "not element-wise": (torch.optim.LBFGS, "LBFGS"),
+}
+NESTEROV = "nesterov=True needs momentum, and dampening=0"
+
+
 @pytest.mark.parametrize(
-    ("optimizer", "words"),
+    ("kind", "options", "words"),
     [
-        (functools.partial(torch.optim.Adam, momentum=0.9), ["Adam(", "momentum=0.9", "unexpected keyword"]),
-        (functools.partial(torch.optim.SGD, lr=-1.0), ["SGD(", "lr=-1.0", "Invalid learning rate"]),
-        (torch.optim.LBFGS, ["LBFGS"]),
+        *((Config, {"optimizer": optimizer}, words) for optimizer, words in OF_TORCH.values()),
+        (Config, {"precision": "int4", "activation_offload": "perhaps"}, r"precision.*activation_offload"),
+        (SGD, {"nesterov": True}, NESTEROV),
+        (SGD, {"nesterov": True, "momentum": 0.9, "dampening": 0.1}, NESTEROV),
     ],
-    ids=["an unknown option", "a value out of range", "not element-wise"],
+    ids=[*OF_TORCH, "several bad values", "Nesterov's momentum without one", "with dampening"],
 )
-def test_what_a_class_of_torch_does_not_take_is_named_in_one_line(optimizer, words):
-    with pytest.raises(ConfigError) as caught:
-        Config(optimizer=optimizer)
-    assert all(word in str(caught.value) for word in words)
+def test_what_does_not_go_together_is_named_in_one_line(kind, options, words):
+    with pytest.raises(ConfigError, match=words) as caught:
+        kind(**options)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "options", [{"nesterov": True}, {"nesterov": True, "momentum": 0.9, "dampening": 0.1}], ids=str
-)
-def test_nesterovs_momentum_needs_one(options):
-    with pytest.raises(ConfigError, match="nesterov=True needs momentum, and dampening=0") as caught:
-        SGD(**options)
-    assert "\n" not in str(caught.value)
-
-
-def test_several_bad_values_are_told_together():
-    with pytest.raises(ConfigError, match=r"precision.*activation_offload"):
-        Config(precision="int4", activation_offload="perhaps")
 
 
 @pytest.mark.parametrize("kind", [Config, Adam, AdamW])
@@ -150,15 +144,14 @@ def test_options_can_not_be_changed_afterwards(kind):
 
 
 def test_an_optimizer_keeps_its_kind_and_its_defaults_are_torchs():
-    for ours, theirs in ((Adam(), torch.optim.Adam), (AdamW(), torch.optim.AdamW)):
-        defaults = theirs([torch.zeros(1)]).defaults
-        assert {name: getattr(ours, name) for name in ("lr", "betas", "eps", "weight_decay")} == {
-            name: defaults[name] for name in ("lr", "betas", "eps", "weight_decay")
-        }
-        assert type(Config(optimizer=ours).optimizer) is type(ours)
-    names = ("lr", "momentum", "dampening", "weight_decay", "nesterov")
-    defaults = torch.optim.SGD([torch.zeros(1)]).defaults
-    assert {name: getattr(SGD(), name) for name in names} == {name: defaults[name] for name in names}
+    of_adam, of_sgd = (
+        ("lr", "betas", "eps", "weight_decay"),
+        ("lr", "momentum", "dampening", "weight_decay", "nesterov"),
+    )
+    for kind, names in ((Adam, of_adam), (AdamW, of_adam), (SGD, of_sgd)):
+        defaults = getattr(torch.optim, kind.__name__)([torch.zeros(1)]).defaults
+        assert {name: getattr(kind(), name) for name in names} == {name: defaults[name] for name in names}
+        assert type(Config(optimizer=kind()).optimizer) is kind
     assert Config(optimizer=AdamW()).optimizer.decoupled
     assert not Config(optimizer=Adam()).optimizer.decoupled
 

@@ -1,26 +1,12 @@
 """C++ backend: sizes, offsets, span boundaries, numbers of threads and variants give the bits of the eager backend."""
 
 from dataclasses import replace
-from functools import cache
 
 import implementations
 import pytest
-from cpp_backend_cases import (
-    ADAM,
-    AROUND,
-    BLOCK,
-    DTYPES,
-    FP16,
-    LION,
-    MOMENTUM,
-    PIECE,
-    PLAIN,
-    RULES,
-    SCALES,
-    STRIP,
-    Lists,
-)
+from cpp_backend_cases import ADAM, BLOCK, LION, MOMENTUM, PIECE, PLAIN, RULES, STRIP
 from hypothesis import strategies as st
+from kernel_cases import AROUND, DTYPES, FP16, SCALES, Lists
 from sampling import fixed_draws
 
 from patrickstar._kernels.cpp_backend import CppBackend
@@ -68,18 +54,10 @@ def test_any_start(variant, rule, numel, grad, param, accumulated, firsts):
         assert (chunks[name][:first] == AROUND).all() and (chunks[name][first + numel :] == AROUND).all()
 
 
-@cache
-def five_pieces():
-    """Return lists that several threads share, and their expected update."""
-    lists = Lists.drawn(ADAM, 4 * PIECE + 77)
-    return lists, lists.after(EagerBackend())
-
-
 @pytest.mark.parametrize("threads", [1, 2, 3, 4])
 @pytest.mark.parametrize("variant", implementations.NATIVE)
 def test_any_number_of_threads(variant, threads):
-    lists, expected = five_pieces()
-    assert_same_bits(expected, lists.after(CppBackend.find(variant, threads)), f"{threads} threads")
+    Lists.drawn(ADAM, 4 * PIECE + 77).check(CppBackend.find(variant, threads), elsewhere=(0,))
 
 
 @pytest.mark.parametrize("variant", implementations.NATIVE)
@@ -107,20 +85,15 @@ def test_cuts_about_a_piece(variant):
 def test_spans_of_one_call_have_their_own_sizes_dtypes_and_hyper_parameters(variant):
     rules = [replace(ADAM, lr=10.0**-n, step=n + 1, weight_decay=0.1 * (n % 2), decoupled=n % 3 > 0) for n in range(12)]
     rules += [replace(ADAM, beta1=0.3), MOMENTUM, replace(MOMENTUM, nesterov=True), PLAIN, LION, ADAM, ADAM]
+    drawn = [
+        Lists.drawn(rule, 37 * n, grad=DTYPES[n % 3], param=(None, *DTYPES)[n % 4], accumulated=n % 2 == 0, seed=n)
+        for n, rule in enumerate(rules)
+    ]
     for scales in ((), (0.3,), SCALES):
-        both = [
-            [
-                Lists.drawn(
-                    rule, 37 * n, grad=DTYPES[n % 3], param=(None, *DTYPES)[n % 4], accumulated=n % 2 == 0, seed=n
-                )
-                for n, rule in enumerate(rules)
-            ]
-            for _ in range(2)
-        ]
-        for lists, implementation in zip(both, (EagerBackend(), CppBackend.find(variant, 3)), strict=True):
-            implementation.update([one.span() for one in lists], scales)
-        for one, other in zip(*both, strict=True):
-            assert_same_bits(one.chunks, other.chunks, str(one.rule))
+        found = [lists.copy() for lists in drawn]
+        CppBackend.find(variant, 3).update([lists.span() for lists in found], scales)
+        for before, lists in zip(drawn, found, strict=True):
+            assert_same_bits(before.after(EagerBackend(), scales), lists.chunks, str(lists.rule))
 
 
 @pytest.mark.parametrize("spans", [[], [Lists.drawn(ADAM, 0).span()]], ids=["no span", "an empty span"])

@@ -5,12 +5,15 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 
 import implementations
 import pytest
 import torch
-from cpp_backend_cases import ADAM, BLOCK, FP16, FP32, MOMENTUM, PIECE, PLAIN, SCALES, Lists
+from cpp_backend_cases import ADAM, BLOCK, MOMENTUM, PIECE, PLAIN
+from kernel_cases import FP16, FP32, SCALES, Lists
 
 from patrickstar._kernels.cpp_backend import CppBackend
 from patrickstar._kernels.eager_backend import EagerBackend
@@ -20,17 +23,20 @@ from patrickstar.testing import assert_same_bits
 pytestmark = [pytest.mark.usefixtures("one_thread"), implementations.needs_native]
 
 
-@pytest.fixture
-def flushed():
-    """Return a function that enables flushing of denormals in this thread."""
+@contextmanager
+def flushing():
+    """Flush denormals in this thread."""
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this machine can't flush denormal numbers")
+    try:
+        assert flushes(), "denormals are not flushed, so this test would prove nothing"
+        yield
+    finally:
+        torch.set_flush_denormal(False)
 
-    def flush():
-        if not torch.set_flush_denormal(True):
-            pytest.skip("this machine can't flush denormal numbers")
-        assert float(torch.tensor([1e-40]) * 1.0) == 0.0, "denormals are not flushed, so this test would prove nothing"
 
-    yield flush
-    torch.set_flush_denormal(False)
+def flushes():
+    return float(torch.tensor([1e-40]) * 1.0) == 0.0
 
 
 def denormal(numel, rule):
@@ -43,16 +49,15 @@ def denormal(numel, rule):
 
 @pytest.mark.parametrize("numel", [100, PIECE + 100], ids=["one piece", "several"])
 @pytest.mark.parametrize("variant", implementations.NATIVE)
-def test_flushing_denormal_numbers_in_the_calling_thread_changes_nothing(variant, numel, flushed):
+def test_flushing_denormal_numbers_in_the_calling_thread_changes_nothing(variant, numel):
     kernel, lists = CppBackend.find(variant, 2), denormal(numel, replace(MOMENTUM, weight_decay=0.3))
     grads = [lists.span().grad, Gradient(torch.full((BLOCK + 5,), 1e-41))]
     expected, grad_stats = lists.after(EagerBackend()), EagerBackend().grad_stats(grads, SCALES)
     found = lists.copy()
     spans = [found.span()]
-    flushed()
-    kernel.update(spans, SCALES)
-    found_stats = kernel.grad_stats(grads, SCALES)
-    torch.set_flush_denormal(False)
+    with flushing():
+        kernel.update(spans, SCALES)
+        found_stats = kernel.grad_stats(grads, SCALES)
     assert_same_bits(expected, found.chunks, "with denormals flushed outside")
     assert found_stats == grad_stats
     assert min(grad_stats.squares) > 0
@@ -63,27 +68,25 @@ def test_flushing_denormal_numbers_in_the_calling_thread_changes_nothing(variant
     [(replace(PLAIN, lr=1e-40), (1e30,)), (PLAIN, (1e-40, 1e30))],
     ids=["a hyper-parameter", "a scale"],
 )
-def test_flushing_does_not_reach_what_is_denormal_among_scalars(rule, scales, flushed):
+def test_flushing_does_not_reach_what_is_denormal_among_scalars(rule, scales):
     """Scalars are rounded to float32 in the calling thread."""
     lists = Lists.drawn(rule, 100, grad=FP32)
     lists.chunks["master"].zero_()
     expected, found = lists.after(EagerBackend(), scales), lists.copy()
     assert expected["master"].count_nonzero() == 100
     spans = [found.span()]
-    flushed()
-    CppBackend.find().update(spans, scales)
-    torch.set_flush_denormal(False)
+    with flushing():
+        CppBackend.find().update(spans, scales)
     assert_same_bits(expected, found.chunks, "with denormals flushed outside")
 
 
-def test_the_callers_own_setting_stays(flushed):
-    flushed()
-    for numel in (10, PIECE + 10):
-        CppBackend.find().update([denormal(numel, PLAIN).span()], ())
-        assert float(torch.tensor([1e-40]) * 1.0) == 0.0
-    torch.set_flush_denormal(False)
+def test_the_callers_own_setting_stays():
+    with flushing():
+        for numel in (10, PIECE + 10):
+            CppBackend.find().update([denormal(numel, PLAIN).span()], ())
+            assert flushes()
     CppBackend.find().update([denormal(10, PLAIN).span()], ())
-    assert float(torch.tensor([1e-40]) * 1.0) != 0.0
+    assert not flushes()
 
 
 def test_an_update_may_be_finished_later():
@@ -165,22 +168,15 @@ def two_python_threads_share_the_pool():
     assert kernel.pool_size == 0, kernel.pool_size
     lists = [Lists.drawn(ADAM, 3 * PIECE + 5, seed=seed) for seed in range(2)]
     expected = [one.after(EagerBackend()) for one in lists]
-    start, wrong = threading.Barrier(2), []
+    start = threading.Barrier(2)
 
     def work(number):
         start.wait()
         for _ in range(6):
-            try:
-                assert_same_bits(expected[number], lists[number].after(kernel), f"thread {number}")
-            except AssertionError as error:
-                wrong.append(error)
+            assert_same_bits(expected[number], lists[number].after(kernel), f"thread {number}")
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong, wrong
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(work, range(2)))
     assert kernel.pool_size == 2, kernel.pool_size
     CppBackend.find(None, 3).update([lists[0].copy().span()], ())
     assert kernel.pool_size == 3, kernel.pool_size

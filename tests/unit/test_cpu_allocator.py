@@ -1,7 +1,7 @@
 """The allocator of CPU tensors counts them to the byte, and caches freed memory only as far as its limit allows."""
 
 import os
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import numpy as np
@@ -129,11 +129,8 @@ def test_threads_that_allocate_at_once(allocator, owner):
             tensor = torch.full((numel,), float(seed))
             assert float(tensor[0]) == float(tensor[-1]) == seed
 
-    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(run, range(4)))
     assert allocator.live_bytes == before
 
 

@@ -8,7 +8,6 @@ import os
 import platform
 import subprocess
 import sys
-from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache
 from itertools import product
@@ -21,6 +20,7 @@ import pytest
 import torch
 from hypothesis import assume
 from hypothesis import strategies as st
+from kernel_cases import Lists
 from rule_lists import LISTS
 from sampling import NIGHTLY, fixed_draws, nightly
 
@@ -79,67 +79,47 @@ def codes(numel, random):
     return [torch.from_numpy(random.integers(0, 256, numel, dtype=np.uint8)) for _ in range(2)]
 
 
-@dataclass(frozen=True)
-class UpdateCase:
-    """Inputs of one update. `param` is the dtype of the updated parameter."""
+def drawn(rule, numel, random, *, grad, param, accumulated=False):
+    """Return random numbers, the special ones among them. `grad`: the gradient, or its dtype."""
+    grad = ieee.tensor(numel, grad, random) if isinstance(grad, torch.dtype) else grad
+    master, summed, *states = (torch.from_numpy(ieee.numbers(numel, random)) for _ in range(2 + len(rule.kinds)))
+    if isinstance(rule, Adam8bitRule):
+        states = codes(numel, random)
+    elif len(states) == 2:  # mostly not negative: the root of a negative variance is NaN
+        states[1] = torch.where(torch.from_numpy(random.random(numel) < 0.9), states[1].abs(), states[1])
+    chunks = {"grad": grad, "master": master, **dict(zip(rule.kinds, states, strict=True))}
+    chunks |= {"accumulated": summed} if accumulated else {}
+    chunks |= {"param": torch.empty(numel, dtype=param)} if param != grad.dtype else {}
+    return Lists(rule, numel, chunks, dict.fromkeys(chunks, 0))
 
-    rule: Rule
-    latest: torch.Tensor
-    accumulated: torch.Tensor | None
-    scales: tuple[float, ...]
-    master: torch.Tensor
-    states: tuple[torch.Tensor, ...]
-    param: torch.dtype
 
-    @classmethod
-    def drawn(cls, rule, numel, random, *, latest, param, accumulated=False, scales=()):
-        """Random numbers, the special ones among them. `last`: the gradient, or its dtype."""
-        if isinstance(latest, torch.dtype):
-            latest = ieee.tensor(numel, latest, random)
-        master, summed, *states = (torch.from_numpy(ieee.numbers(numel, random)) for _ in range(2 + len(rule.kinds)))
-        if isinstance(rule, Adam8bitRule):
-            states = codes(numel, random)
-        elif len(states) == 2:  # mostly not negative: the root of a negative variance is NaN
-            states[1] = torch.where(torch.from_numpy(random.random(numel) < 0.9), states[1].abs(), states[1])
-        return cls(rule, latest, summed if accumulated else None, scales, master, tuple(states), param)
+def expected_bits(lists, scales):
+    """Return the expected bits of each list; a gradient beside its parameter, and its sum, are only read."""
+    bits = {name: ieee.bits_of(chunk) for name, chunk in lists.chunks.items()}
+    grad = ieee.widened(lists.chunks["grad"])
+    if "accumulated" in lists.chunks:
+        grad = ieee.add(lists.chunks["accumulated"].numpy(), grad)
+    for scale in scales:
+        grad = ieee.multiply(grad, ieee.rounded(scale))
+    names = ("master", *lists.rule.kinds)
+    after = LISTS[type(lists.rule)](lists.rule, grad, *(lists.chunks[name].numpy() for name in names), ieee.rounded)
+    param = "param" if "param" in lists.chunks else "grad"
+    bits |= {name: ieee.stored(values) for name, values in zip(names, after, strict=True)}
+    return bits | {param: ieee.stored(after[0], lists.chunks[param].dtype)}
 
-    def expected(self):
-        """Return the expected bits of the parameter, its master and the states."""
-        grad = ieee.widened(self.latest)
-        if self.accumulated is not None:
-            grad = ieee.add(self.accumulated.numpy(), grad)
-        for scale in self.scales:
-            grad = ieee.multiply(grad, ieee.rounded(scale))
-        state = [self.master.numpy(), *(state.numpy() for state in self.states)]
-        after = LISTS[type(self.rule)](self.rule, grad, *state, ieee.rounded)
-        return [ieee.stored(after[0], self.param), *(ieee.stored(values) for values in after)]
 
-    def found(self, implementation, elsewhere=False):
-        """Return the bits after an update by a backend, of masters and states in place or in other memory."""
-        latest, lists = self.latest.clone(), [values.clone() for values in (self.master, *self.states)]
-        param = latest if self.param == latest.dtype else torch.empty_like(latest, dtype=self.param)
-        accumulated = None if self.accumulated is None else self.accumulated.clone()
-        out = [torch.full_like(values, 7) for values in lists] if elsewhere else None
-        span = Span(param, Gradient(latest, accumulated), lists[0], tuple(lists[1:]), self.rule)
-        implementation.update([replace(span, out=tuple(out)) if elsewhere else span], self.scales)
-        read = [(self.accumulated, accumulated)] if accumulated is not None else []
-        read += [(self.latest, latest)] if param is not latest else []
-        read += zip((self.master, *self.states), lists, strict=True) if elsewhere else []
-        assert all(np.array_equal(ieee.bits_of(before), ieee.bits_of(after)) for before, after in read), "only read"
-        return [ieee.bits_of(tensor) for tensor in (param, *(out or lists))]
-
-    def check(self, implementation, expected=None):
-        """Compare the bits of a backend with the expected ones."""
-        expected = expected if expected is not None else self.expected()
-        for elsewhere in (False, True):
-            found = self.found(implementation, elsewhere)
-            for name, bits, other in zip(("param", "master", *self.rule.kinds), expected, found, strict=True):
-                wrong = np.flatnonzero(bits != other)
-                assert not wrong.size, (
-                    f"{self.rule}: {name} differs in {wrong.size} of {bits.size}, first in {wrong[0]}: "
-                    f"{bits[wrong[0]]:#x} expected, {other[wrong[0]]:#x} found, of a gradient {self.latest[wrong[0]]}, "
-                    f"master {self.master[wrong[0]]}, states {[state[wrong[0]].item() for state in self.states]}"
-                )
+def check(implementation, lists, scales, expected=None):
+    """Compare the bits of a backend, in place and in other memory, with the expected ones."""
+    expected = expected or expected_bits(lists, scales)
+    for elsewhere in (0, 32):
+        found = lists.after(implementation, scales, elsewhere=elsewhere)
+        for name, bits in expected.items():
+            wrong = np.flatnonzero(bits != ieee.bits_of(found[name]))
+            assert not wrong.size, (
+                f"{lists.rule}: {name} differs in {wrong.size} of {bits.size}, first in {wrong[0]}: "
+                f"{bits[wrong[0]]:#x} expected, {ieee.bits_of(found[name])[wrong[0]]:#x} found, of "
+                f"{ {kind: chunk[wrong[0]].item() for kind, chunk in lists.chunks.items()} }"
+            )
 
 
 # Tests of the reference
@@ -202,13 +182,12 @@ def test_the_numbers_drawn_are_as_hard_as_they_should_be():
 def hard(rule: Rule, dtype: torch.dtype):
     """Return updates by a rule for a gradient dtype, with their expected bits."""
     random = np.random.default_rng(RULES.index(rule))
+    cases = zip([dtype, *ieee.DTYPES, *ieee.DTYPES], product((False, True), SCALES), strict=False)
     updates = [
-        UpdateCase.drawn(rule, 1500, random, latest=dtype, param=param, accumulated=accumulated, scales=scales)
-        for param, (accumulated, scales) in zip(
-            [dtype, *ieee.DTYPES, *ieee.DTYPES], product((False, True), SCALES), strict=False
-        )
+        (drawn(rule, 1500, random, grad=dtype, param=param, accumulated=accumulated), scales)
+        for param, (accumulated, scales) in cases
     ]
-    return [(update, update.expected()) for update in updates]
+    return [(*update, expected_bits(*update)) for update in updates]
 
 
 @pytest.mark.pairwise
@@ -216,8 +195,8 @@ def hard(rule: Rule, dtype: torch.dtype):
 @pytest.mark.parametrize("dtype", ieee.DTYPES, ids=str)
 @pytest.mark.parametrize("rule", RULES, ids=rule_name)
 def test_updates_have_the_bits_of_the_written_list(rule, dtype, implementation):
-    for update, expected in hard(rule, dtype):
-        update.check(implementation, expected)
+    for update in hard(rule, dtype):
+        check(implementation, *update)
 
 
 def test_the_rules_tried_have_every_mode():
@@ -235,7 +214,7 @@ def test_every_gradient_of_16_bits(dtype, implementation):
     random = np.random.default_rng(1)
     every = ieee.from_bits(np.arange(1 << 16, dtype=np.uint16), dtype)
     for rule in (RULES[1], RULES[8], RULES[15], RULES[18]):
-        UpdateCase.drawn(rule, 1 << 16, random, latest=every, param=dtype, scales=(0.3,)).check(implementation)
+        check(implementation, drawn(rule, 1 << 16, random, grad=every, param=dtype), (0.3,))
 
 
 rates = st.sampled_from([0.0, 1e-42, 1e-8, 1.0, 1e30]) | st.floats(0, 10)
@@ -257,8 +236,7 @@ dtypes = st.sampled_from(ieee.DTYPES)
 @given(any_rule, dtypes, dtypes, st.booleans(), st.lists(rates, max_size=2).map(tuple), st.integers(0, 1 << 30))
 def test_any_hyper_parameters(implementation, rule, dtype, param, accumulated, scales, seed):
     random = np.random.default_rng(seed)
-    update = UpdateCase.drawn(rule, 100, random, latest=dtype, param=param, accumulated=accumulated, scales=scales)
-    update.check(implementation)
+    check(implementation, drawn(rule, 100, random, grad=dtype, param=param, accumulated=accumulated), scales)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=rule_name)
