@@ -100,7 +100,7 @@ class Operations(RuleBasedStateMachine):
         self.manager.host_tier = self.manager.transfers.host_tier = CheckedHostTier(
             host * UNIT, host * UNIT, Hardware(CPU).host_arena, poison=True
         )
-        self.blocks: list[ArenaBlock] = []
+        self.blocks: dict[ArenaBlock, int] = {}
         self.value: dict[CheckedChunk, int] = {}
         self.writes = 0
         names = st.tuples(st.sampled_from(KINDS), st.integers(0, 3))
@@ -222,8 +222,10 @@ class Operations(RuleBasedStateMachine):
     def remove(self, data) -> None:
         chunk = self.draw_chunk(data, pinned=False)
         del self.value[chunk]
+        self.manager.drain_moved()
         self.manager.remove(chunk)
         assert chunk.device_bytes == chunk.host_bytes == 0
+        assert chunk not in self.manager.host_tier.moved, "a removed chunk is reported as moved"
 
     @rule(data=st.data())
     def fetch(self, data) -> None:
@@ -268,19 +270,19 @@ class Operations(RuleBasedStateMachine):
         except BudgetError as error:
             assert 0 <= named_figure(error, "host") - (nbytes - room) < ALIGN_BYTES
             return
-        self.blocks.append(block)
+        self.writes += 1
+        self.blocks[block] = self.writes % 251
         view = self.manager.host_tier.view(block, torch.uint8)
         assert view.numel() >= nbytes
-        view.fill_(len(self.blocks))
+        view.fill_(self.blocks[block])
 
     @precondition(lambda self: self.blocks)
     @rule(data=st.data())
     def release_block(self, data) -> None:
-        block = self.blocks.pop(data.draw(st.integers(0, len(self.blocks) - 1)))
+        block = data.draw(st.sampled_from(list(self.blocks)))
+        del self.blocks[block]
         self.manager.host_tier.view(block, torch.uint8).fill_(255)
-        before = self.manager.host_tier.other_bytes
         self.manager.host_tier.release_block(block)
-        assert self.manager.host_tier.other_bytes == before - block.nbytes
 
     @rule(non_model=st.integers(0, 5), soft_limit=st.integers(0, 120), everything=st.booleans(), keep=st.booleans())
     def conditions(self, non_model: int, soft_limit: int, everything: bool, keep: bool) -> None:
@@ -303,7 +305,8 @@ class Operations(RuleBasedStateMachine):
         assert host.other_bytes == sum(block.nbytes for block in self.blocks)
         assert manager.device_tier.used <= manager.device_tier.peak <= manager.device_tier.budget_bytes
         assert host.used <= host.peak and host.other_bytes <= host.other_peak
-        assert host.used + host.other_bytes <= host.budget_bytes
+        assert host.free_bytes == host.budget_bytes - host.used - host.other_bytes >= 0
+        assert all((host.view(block, torch.uint8) == number).all() for block, number in self.blocks.items())
         if manager.device_tier.page_pool is not None:
             assert manager.device_tier.page_pool.mapped_bytes + host.touched_bytes == manager.resident_bytes
 

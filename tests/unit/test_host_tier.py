@@ -4,15 +4,11 @@ import mmap
 
 import pytest
 import torch
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from sampling import draws
 
 from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.chunk_manager import ChunkManager
 from patrickstar._memory.hardware import Hardware
-from patrickstar._memory.host_arena import ALIGN_BYTES, ArenaBlock
+from patrickstar._memory.host_arena import ALIGN_BYTES
 from patrickstar._memory.host_tier import HostTier
 from patrickstar._memory.transfer import CompletedTransfer
 from patrickstar._schedule.placement import Tier
@@ -265,69 +261,3 @@ def test_memory_for_spare_blocks_is_kept_until_other_data_needs_it():
     assert host.allocate_spare([6 * ALIGN_BYTES]) is not None
     assert [arena.nbytes // ALIGN_BYTES for arena in host.arenas] == [4, 7, 6]
     host.close()
-
-
-class Operations(RuleBasedStateMachine):
-    """Allocations within the budget succeed; each chunk and block is filled with its own number."""
-
-    UNITS = 24
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.host = tier(self.UNITS * ALIGN_BYTES)
-        self.chunks: dict[Chunk, float] = {}
-        self.blocks: dict[ArenaBlock, int] = {}
-        self.addresses: dict[Chunk, int] = {}
-        self.writes = 0
-
-    @rule(units=st.integers(0, 8))
-    def allocate_chunk(self, units: int) -> None:
-        if self.host.free_bytes < units * ALIGN_BYTES:
-            return
-        self.writes += 1
-        chunk = chunk_on(self.host, units, float(self.writes), self.writes)
-        self.chunks[chunk] = float(self.writes)
-        self.addresses[chunk] = chunk.host.data_ptr()
-
-    @precondition(lambda self: self.chunks)
-    @rule(data=st.data())
-    def free_chunk(self, data) -> None:
-        chunk = data.draw(st.sampled_from(list(self.chunks)))
-        del self.chunks[chunk], self.addresses[chunk]
-        self.host.free(chunk)
-
-    @rule(units=st.integers(0, 8))
-    def allocate_block(self, units: int) -> None:
-        if self.host.free_bytes < units * ALIGN_BYTES:
-            return
-        self.writes += 1
-        block = self.host.allocate_block(units * ALIGN_BYTES)
-        self.blocks[block] = self.writes % 251
-        self.host.view(block, torch.uint8).fill_(self.blocks[block])
-
-    @precondition(lambda self: self.blocks)
-    @rule(data=st.data())
-    def release_block(self, data) -> None:
-        block = data.draw(st.sampled_from(list(self.blocks)))
-        del self.blocks[block]
-        self.host.release_block(block)
-
-    @invariant()
-    def content_is_kept_and_moved_chunks_are_reported(self) -> None:
-        host = self.host
-        assert host.used == sum(chunk.nbytes for chunk in self.chunks) <= host.peak
-        assert host.other_bytes == sum(block.nbytes for block in self.blocks) <= host.other_peak
-        assert host.free_bytes == host.budget_bytes - host.used - host.other_bytes >= 0
-        assert host.moved <= self.chunks.keys(), "a freed chunk is reported as moved"
-        for chunk, value in self.chunks.items():
-            assert values(chunk) <= {value}
-            moved = chunk.host.data_ptr() != self.addresses[chunk]
-            assert not moved or chunk in host.moved
-            self.addresses[chunk] = chunk.host.data_ptr()
-        for block, number in self.blocks.items():
-            assert (host.view(block, torch.uint8) == number).all()
-        host.moved = set()
-
-
-TestOperations = Operations.TestCase
-TestOperations.settings = settings(derandomize=True, deadline=None, max_examples=draws(100), stateful_step_count=40)

@@ -70,31 +70,26 @@ def test_rounding_follows_strides(dtype):
 
 
 @pytest.mark.parametrize("dtype", ieee.DTYPES, ids=str)
-def test_every_nan_becomes_the_quiet_one_without_payload(dtype):
+def test_every_nan_becomes_the_quiet_one_without_payload_and_numbers_are_left_alone(dtype):
     if dtype == torch.float32:
-        bits = np.array([0x7F800001, 0x7FC00000, 0x7FFFFFFF, 0xFF800001, 0xFFC00000, 0xFFFFFFFF], dtype=np.uint32)
+        nans = np.array([0x7F800001, 0x7FC00000, 0x7FFFFFFF, 0xFF800001, 0xFFC00000, 0xFFFFFFFF], dtype=np.uint32)
+        bits = np.concatenate([nans, ieee.numbers(10_000, np.random.default_rng(2)).view(np.uint32)])
     else:
-        every = np.arange(1 << 16, dtype=np.uint16)
-        bits = every[ieee.from_bits(every, dtype).isnan().numpy()]
-        assert bits.size == {torch.bfloat16: 2 * 0x7F, torch.float16: 2 * 0x3FF}[dtype]
+        bits = np.arange(1 << 16, dtype=np.uint16)
     values = ieee.from_bits(bits, dtype)
+    is_nan = values.isnan().numpy()
+    assert is_nan.sum() >= {torch.float32: 6, torch.bfloat16: 2 * 0x7F, torch.float16: 2 * 0x3FF}[dtype]
     assert canonical_nan_(values) is values
-    assert (ieee.bits_of(values) == ieee.CANONICAL_NAN[dtype]).all()
-
-
-@pytest.mark.parametrize("dtype", ieee.DTYPES, ids=str)
-def test_what_is_a_number_is_left_alone(dtype):
-    values = ieee.tensor(10_000, dtype, np.random.default_rng(2))
-    before, number = ieee.bits_of(values), ~values.isnan().numpy()
-    canonical_nan_(values)
-    assert np.array_equal(ieee.bits_of(values)[number], before[number])
+    assert np.array_equal(ieee.bits_of(values), np.where(is_nan, bits.dtype.type(ieee.CANONICAL_NAN[dtype]), bits))
 
 
 def check_square_root(values):
     with np.errstate(invalid="ignore"):
         expected = np.sqrt(values)
-    found = square_root(torch.from_numpy(values)).numpy()
+    argument = torch.from_numpy(values.copy())
+    found = square_root(argument).numpy()
     whole = np.uint32 if values.dtype == np.float32 else np.uint64
+    assert np.array_equal(argument.numpy().view(whole), values.view(whole)), "the argument is left alone"
     wrong = np.flatnonzero((expected.view(whole) != found.view(whole)) & ~(np.isnan(expected) & np.isnan(found)))
     assert not wrong.size, (
         f"{wrong.size} of {values.size}, first that of {values[wrong[0]]!r}: {found[wrong[0]]!r} "
@@ -123,14 +118,6 @@ def test_the_square_root_of_double_precision_is_correctly_rounded():
     """It is an operation of the rules for masters of double precision too."""
     random = np.random.default_rng(5)
     check_square_root(random.random(1 << 16) * 2.0 ** random.integers(-60, 60, 1 << 16))
-
-
-def test_a_square_root_leaves_its_argument_alone():
-    for dtype in (torch.float32, torch.float64):
-        values = torch.tensor([4.0, 9.0], dtype=dtype)
-        assert square_root(values).tolist() == [2.0, 3.0]
-        assert square_root(values).dtype == dtype
-        assert values.tolist() == [4.0, 9.0]
 
 
 @pytest.mark.slow

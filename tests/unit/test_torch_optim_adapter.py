@@ -47,14 +47,6 @@ class Lamb(Simple):
         param.sub_(grad * (param.norm() / grad.norm()), alpha=group["lr"])
 
 
-class Factored(Simple):
-    """Keeps a second moment per row and one per column."""
-
-    def update(self, param, grad, group, state):
-        rows, columns = grad.pow(2).mean(-1, keepdim=True), grad.pow(2).mean(0, keepdim=True)
-        param.sub_(grad / (rows * columns / rows.mean()).sqrt(), alpha=group["lr"])
-
-
 class Noisy(Simple):
     """Adds noise drawn per parameter."""
 
@@ -132,7 +124,6 @@ def test_the_states_that_a_class_shows(kind, options, names):
     ("kind", "options", "names"),
     [
         (Lamb, {}, ()),
-        (Factored, {}, ()),
         (TORCH.Adafactor, {"lr": 0.1}, ()),
         (Adafactor, {}, ()),
         (Adafactor, {"relative_step": False, "lr": 0.1, "beta1": 0.9}, ("exp_avg",)),
