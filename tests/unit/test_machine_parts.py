@@ -58,12 +58,16 @@ def test_a_disk(text, capacity, read, write):
     assert (disk.capacity, disk.read, disk.write) == (capacity, read, write)
 
 
-@pytest.mark.parametrize("text", ["1TB:7GB", "1TB:1GB/s:1GB/s:1GB/s", "large", "1TB:fast/s", ""])
-def test_what_is_no_disk(text):
-    with pytest.raises(ConfigError, match=f"--disk {text}: "):
-        parse_disk(text)
-
-
-def test_an_unknown_gpu_is_told_with_the_nearest():
-    with pytest.raises(ConfigError, match=r"--gpu RTX 4091: it is not known; did you mean rtx4090"):
-        find_gpu("RTX 4091")
+@pytest.mark.parametrize(
+    ("parse", "text", "says"),
+    [
+        *(
+            (parse_disk, text, "--disk {}: ")
+            for text in ("1TB:7GB", "1TB:1GB/s:1GB/s:1GB/s", "large", "1TB:fast/s", "")
+        ),
+        (find_gpu, "RTX 4091", "--gpu {}: it is not known; did you mean rtx4090"),
+    ],
+)
+def test_what_is_no_part_of_a_machine(parse, text, says):
+    with pytest.raises(ConfigError, match=says.format(text)):
+        parse(text)

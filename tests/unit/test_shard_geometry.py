@@ -16,11 +16,9 @@ def test_boxes_cover_the_elements_in_order(shape, draw):
     whole = torch.arange(numel).view(shape)
     elements = []
     for begin, box in boxes_of(shape, first, end):
-        inside = whole
-        for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-            inside = inside.narrow(dim, offset, size)
-        assert inside.numel() == box.numel and int(inside.reshape(-1)[0]) == begin
-        elements += inside.reshape(-1).tolist()
+        part = inside(whole, box).flatten()
+        assert len(part) == box.numel and part[0] == begin
+        elements += part.tolist()
     assert elements == list(range(first, end))
     assert len(boxes_of(shape, first, end)) <= max(1, 2 * len(shape) - 1)
 

@@ -85,13 +85,16 @@ def test_range_keeps_its_address_and_size(nbytes):
     assert permissions(address, memory.nbytes) == {"--"}
 
 
-def test_range_gets_its_own_parked_pages_back():
-    """The content is undefined, but no page is zeroed or mapped again."""
+@pytest.mark.parametrize("trimmed", [False, True])
+def test_range_gets_its_own_parked_pages_back_and_trimmed_ones_as_zeros(trimmed):
+    """The content is undefined, but no page is zeroed or mapped again that is still there."""
     pool = PagePool()
     memory = committed(pool, 10 * SYSTEM_PAGE, 7)
     pool.decommit(memory)
+    if trimmed:
+        pool.trim(0)
     pool.commit(memory)
-    assert (tensor_over(memory) == 7).all()
+    assert (tensor_over(memory) == (0 if trimmed else 7)).all()
     assert (pool.mapped_bytes, pool.parked_bytes) == (10 * SYSTEM_PAGE, 0)
 
 
@@ -121,15 +124,6 @@ def test_huge_pages_are_split_and_joined_correctly():
     assert pool.mapped_bytes == pool.parked_bytes <= sum(round_up(nbytes) for nbytes in sizes)
     pool.trim(0)
     assert not any(resident_bytes(memory) for memory in ranges)
-
-
-def test_trimmed_pages_return_as_zeros():
-    pool = PagePool()
-    memory = committed(pool, 4 * SYSTEM_PAGE, 5)
-    pool.decommit(memory)
-    pool.trim(0)
-    pool.commit(memory)
-    assert (tensor_over(memory) == 0).all()
 
 
 def test_tensor_keeps_the_addresses_of_its_range_reserved():
