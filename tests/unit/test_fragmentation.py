@@ -1,4 +1,4 @@
-"""Test the part of a budget that is left to FRAGMENTATION."""
+"""Test the part of a budget that is left to fragmentation."""
 
 from hypothesis import given
 from hypothesis import strategies as st

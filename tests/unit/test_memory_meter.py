@@ -109,5 +109,4 @@ def test_sampled_meter_warns_without_kernel_peak(monkeypatch, tmp_path):
 
 def test_every_meter_describes_its_source():
     sources = {kind.source for kind in (meter.DeviceMeter, AllocatorMeter, ResidentMeter, SampledMeter)}
-    assert len(sources) == 4
-    assert all(sources)
+    assert len(sources) == 4 and all(sources)
