@@ -1,7 +1,7 @@
 """The command ``patrickstar plan``: predict whether a model fits a machine, its speed, and what limits it."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -52,11 +52,14 @@ def plan(options: PlanOptions, console: Console) -> None:
         activation_checkpointing=options.activation_checkpointing,
         dry_run=options.dry_run,
     )
-    if options.largest:
-        model = search.largest(options.sequence, options.capacity_factor, options.least_tflops)
-    else:
-        model = find_planned_model(options.model, options.sequence, search.machine, options.capacity_factor)
-    found = search.plan(model)
+    # What goes on is shown in a terminal, where it gives way to the plan.
+    with Console(stderr=True).status("a GPT" if options.largest else options.model) as status:
+        search = replace(search, say=status.update)
+        if options.largest:
+            model = search.largest(options.sequence, options.capacity_factor, options.least_tflops)
+        else:
+            model = find_planned_model(options.model, options.sequence, search.machine, options.capacity_factor)
+        found = search.plan(model)
     if options.as_json:
         console.print_json(json.dumps(found.as_dict()))
     else:

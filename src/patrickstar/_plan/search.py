@@ -1,6 +1,7 @@
 """Search for the fastest estimate of a model on a machine, over batches and activation checkpointing."""
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -17,6 +18,8 @@ from patrickstar.errors import BudgetError
 
 if TYPE_CHECKING:
     from patrickstar._dry_run.report import DryRunReport
+
+_log = logging.getLogger(__name__)
 
 GPT_FAMILY = (
     (2048, (20, 40)),
@@ -37,6 +40,7 @@ class Search:
         checkpointing: Whether activations are recomputed.
         batches: Sequences per process.
         dry_run: Let the engine run a step of what was found on the simulated machine.
+        say: Called with a text at the beginning of each stage, which may take seconds.
     """
 
     machine: Machine
@@ -44,9 +48,11 @@ class Search:
     checkpointing: Sequence[bool]
     batches: Sequence[int]
     dry_run: bool
+    say: Callable[[str], None] = _log.info
 
     def plan(self, model: PlannedModel) -> Plan:
         """Return the plan of a model. Raise BudgetError if it does not fit, with batches that do."""
+        self.say(f"estimating steps of {model.name} on {self.machine.name}")
         mesh = self._with_replicas(model)
         try:
             best, simulated = self._verified(model, mesh)
@@ -54,6 +60,7 @@ class Search:
             raise BudgetError(f"{error}{self._smaller_batch(model, mesh)}", error.short_bytes) from None
         one_node = Mesh(1, mesh.gpus, mesh.tp, min(mesh.ep, mesh.gpus))
         of_model = partial(self.best_or_none, model)
+        self.say("estimating what more memory and a drive would bring")
         return Plan(
             model,
             self.machine,
@@ -106,6 +113,10 @@ class Search:
         # Collectives inside of operators are not simulated; of many nodes a dry run would take minutes.
         if not self.dry_run or model.traced is None or mesh.nodes > 1 or mesh.lockstep:
             return best, None
+        self.say(
+            f"estimate: a step of {best.workload.batch} x {model.sequence:,} tokens takes at least {best.bound_s:.2f} "
+            f"s, because of {best.busiest.name}; the engine runs it on the simulated machine"
+        )
         traced = model.traced()
         while True:
             try:
