@@ -230,8 +230,10 @@ class ChunkOptimizer(torch.optim.Optimizer):
         ]
 
     def _update_groups(self, packed_groups: list[dict[str, Any]]) -> None:
-        """Set the options of the param groups to those of `packed_groups`."""
+        """Set the options of the param groups to those of `packed_groups`; what a step has written since is dropped."""
         for group, packed in zip(self.param_groups, packed_groups, strict=True):
+            for key in group.keys() - packed.keys() - self.defaults.keys() - {"params"}:
+                del group[key]
             group.update({key: value for key, value in packed.items() if key != "params"})
 
     def _managed_param(self, param: Any) -> ManagedParam:

@@ -1,8 +1,9 @@
 """Optimizer step, chunk by chunk, on the tier of the optimizer chunks (PatrickStar's hybrid Adam, §8.2)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.update_rule import Rule, Running, Span
@@ -69,7 +70,10 @@ class OptimizerStep:
         self._late_from = None if update is None else update.after
         self.steps = 0
         """Number of steps, with the one that runs."""
+        self._optimizer = optimizer
         self._in_step = False
+        self._updated_groups: set[int] = set()
+        """Identities of the param groups that have a parameter with an update in the step."""
         self._backward_id = 0
         """Number of the last backward before the step."""
         self._order: dict[int, None] = {}
@@ -145,16 +149,34 @@ class OptimizerStep:
         else:
             self.flush()
 
-    def begin_step(self) -> None:
-        """Count a step, unless it repeats one that was interrupted, without a backward in between."""
+    def begin_step(self, groups: Mapping[ManagedParam, Mapping[str, Any]]) -> None:
+        """Count a step, unless it repeats one that was interrupted, without a backward in between.
+
+        Args:
+            groups: Param group of each parameter.
+        """
         repeats = self._in_step and self._backward_id == self.data.backward_id
         if not repeats:
             self.end_step()
             self.steps += 1
         self._in_step, self._backward_id = True, self.data.backward_id
+        self._updated_groups |= {id(group) for managed, group in groups.items() if self._has_update(managed)}
 
-    def end_step(self) -> None:
-        """End the step that `begin_step` has begun."""
+    def _has_update(self, managed: ManagedParam) -> bool:
+        """Return whether the step updates a parameter, or the backward before it has done so."""
+        state = managed.state
+        return self.data.has_gradient(managed) or state.updated_in_backward == self.data.backward_id > 0
+
+    @defer_sigint
+    def end_step(self, param_groups: Iterable[dict[str, Any]] = ()) -> None:
+        """End the step that `begin_step` has begun.
+
+        Args:
+            param_groups: Param groups into which the optimizer may write, once per step.
+        """
+        for group in param_groups:
+            group.update(self._optimizer.written_options(group, id(group) in self._updated_groups))
+        self._updated_groups.clear()
         self._in_step = False
         if self.delayed is not None:
             self.delayed.end_step()

@@ -1,0 +1,298 @@
+"""Probe of a `torch.optim.Optimizer` class: whether it can run on chunks, and what it needs."""
+
+import math
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from patrickstar._kernels.torch_optim_adapter import (
+    Instances,
+    TorchOptimRule,
+    counter_device,
+    differing,
+    frozen,
+    import_compiler,
+    is_listed,
+    options_of,
+)
+from patrickstar.errors import ConfigError
+
+# [Note: probe]
+# One optimizer updates small parameters in two param groups as usual, over enough steps for warm-ups and periods, with
+# learning rates that change and gradients that are missing. The adapter then updates pieces of each parameter with the
+# same gradients. If the results agree, the class is element-wise, and parameters may be cut between processes. If not,
+# the adapter updates each parameter separately: if those results agree (norms of layers, factored moments, orthogonal
+# updates), the class needs whole parameters. If they differ too (norms of all parameters), or an update raises, the
+# class is refused. What the adapter would not keep is refused as soon as it changes, used or not: attributes of the
+# optimizer, states that belong to no parameter, random numbers, writes into a param group that depend on parameters.
+
+MATRICES = (4, 6), (5, 3), (128, 130)
+"""Shapes that every class has to take. The last: some classes factor or quantize only large parameters."""
+OTHERS = (7,), (2, 3, 2, 2)
+"""Shapes of parameters that many classes treat in another way."""
+STEPS = 16
+"""More than the warm-up of RAdam's rectification and the usual periods, of 5, 6 and 10 steps."""
+RATE_FACTORS = 1.0, 0.5, 2.0
+"""Factors by which learning rates change before each of three steps; together they leave them as they are."""
+RTOL = 1e-9
+"""Relative difference in double precision beyond which results differ: PyTorch rounds the end of a tensor otherwise."""
+
+
+class Profile(NamedTuple):
+    """What a class needs."""
+
+    names: tuple[str, ...]
+    """Names of its states of the parameter's shape."""
+    whole: bool
+    """True if it needs whole parameters."""
+    writes: bool
+    """True if it writes into its param groups."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Parameters and gradients of a probe."""
+
+    shapes: Sequence[tuple[int, ...]]
+    missing: bool
+    """Some gradients are missing."""
+    second_rate: float
+    """Learning rate of the second param group, relative to that of the first."""
+
+
+SCENARIOS = [
+    Scenario(shapes, missing, second_rate)
+    for second_rate in (0.5, 1.0)
+    for missing in (True, False)
+    for shapes in (MATRICES + OTHERS, MATRICES + OTHERS[:1], MATRICES)
+]
+"""Tried in this order until the class trains: what it does not take in plain PyTorch, it will not be given here."""
+
+
+@dataclass
+class Run:
+    """A run of a class as usual, and what it was given."""
+
+    params: list[torch.nn.Parameter]
+    states: list[dict[str, Any]]
+    values: list[torch.Tensor]
+    """Initial values."""
+    grads: list[list[torch.Tensor | None]] = field(default_factory=list)
+    """Gradients in each step."""
+    before: list[list[dict[str, Any]]] = field(default_factory=list)
+    """Options of the two param groups before each step."""
+    after: list[list[dict[str, Any]]] = field(default_factory=list)
+    """The same after it."""
+
+    @property
+    def writes(self) -> bool:
+        """True if a step has changed options."""
+        return any(differing(*pair) for pairs in zip(self.before, self.after, strict=True) for pair in zip(*pairs))
+
+
+def probe(kind: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> Profile:
+    """Find out what a class needs. See [Note: probe].
+
+    Args:
+        kind: The class.
+        options: Keyword arguments of its constructor.
+
+    Returns:
+        Its states and needs.
+
+    Raises:
+        ConfigError: The class can't update parameters separately.
+    """
+    import_compiler()
+    with _own_random_numbers() as drawn, _one_thread():
+        run, reason = _run(kind, options)
+        if reason is None:
+            coupling = _group_coupling(kind, options, run)
+            reason = "draws random numbers" if drawn() else coupling
+        if reason is None:
+            large = MATRICES.index(max(MATRICES, key=math.prod))
+            names = tuple(name for name, item in run.states[large].items() if is_listed(item, run.params[large]))
+            for whole in (False, True):
+                reason = _difference(Instances(kind, options), run, names, whole)
+                if reason is None:
+                    return Profile(names, whole, run.writes)
+    raise ConfigError(
+        f"{kind.__name__}({_format_options(options)}) {reason}, so it can't run on chunks, of which only some are in "
+        f"memory at a time; use an optimizer such as ps.AdamW"
+    )
+
+
+@contextmanager
+def _own_random_numbers() -> Iterator[Any]:
+    """Yield a function that returns whether a global random generator has been used; restore them at the end."""
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    try:
+        yield lambda: (
+            not torch.equal(before[0], torch.get_rng_state())
+            or before[1] != random.getstate()
+            or str(before[2]) != str(np.random.get_state())
+        )
+    finally:
+        torch.set_rng_state(before[0])
+        random.setstate(before[1])
+        np.random.set_state(before[2])
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Run operators, which are small, in one thread: more would wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _run(kind: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> tuple[Run, str | None]:
+    """Run a class as usual. Return the run, and why it can't be repeated on chunks, None if it may."""
+    error: Exception | None = None
+    for scenario in SCENARIOS:
+        try:
+            return _try(kind, options, scenario)
+        except Exception as caught:  # a class of any library may raise anything
+            error = caught
+    raise ConfigError(
+        f"{kind.__name__}({_format_options(options)}) can't update a matrix: {_line(error)}; use an optimizer such as "
+        f"ps.AdamW"
+    ) from error
+
+
+def _try(kind: type[torch.optim.Optimizer], options: Mapping[str, Any], scenario: Scenario) -> tuple[Run, str | None]:
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+
+    values = [normal(shape) for shape in scenario.shapes]
+    params = [torch.nn.Parameter(value.clone()) for value in values]
+    optimizer = kind([{"params": params[::2]}, {"params": params[1::2]}], **options)
+    _change_rate(optimizer.param_groups[1], scenario.second_rate)
+    run = Run(params, [], values)
+    kept = _kept_elsewhere(optimizer)
+    for step in range(STEPS):
+        for group in optimizer.param_groups:
+            _change_rate(group, RATE_FACTORS[step % len(RATE_FACTORS)])
+        absent = [scenario.missing and _is_missing(step, number) for number in range(len(params))]
+        grads = [None if left_out else normal(value.shape) for left_out, value in zip(absent, values, strict=True)]
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = None if grad is None else grad.clone()
+        run.grads.append(grads)
+        run.before.append([options_of(_copy(group)) for group in optimizer.param_groups])
+        with counter_device():
+            optimizer.step()
+        run.after.append([options_of(_copy(group)) for group in optimizer.param_groups])
+    run.states = [dict(optimizer.state.get(param, {})) for param in params]
+    known = {id(param) for param in params}
+    if any(id(key) not in known for key in optimizer.state):
+        return run, "keeps a state that belongs to no parameter"
+    if changed := differing(kept, _kept_elsewhere(optimizer)):
+        return run, f"changes {', '.join(changed)} outside of its states and param groups"
+    return run, None
+
+
+def _is_missing(step: int, number: int) -> bool:
+    """Return whether a parameter has no gradient: its first, one amid others, or those of a param group."""
+    return (step, number) in ((0, 1), (4, 0), (5, 0)) or (step == 6 and number % 2 == 1)
+
+
+def _change_rate(group: dict[str, Any], factor: float) -> None:
+    if isinstance(group.get("lr"), int | float | torch.Tensor):
+        group["lr"] = group["lr"] * factor
+
+
+def _copy(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
+
+
+def _kept_elsewhere(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return copies of the attributes of an optimizer and of its classes, without states and param groups."""
+    classes = [each for each in type(optimizer).__mro__ if each not in torch.optim.Optimizer.__mro__]
+    attributes = {name: item for each in reversed(classes) for name, item in vars(each).items()} | vars(optimizer)
+    return {name: frozen(item) for name, item in attributes.items() if name not in ("state", "param_groups")}
+
+
+def _group_coupling(kind: type[torch.optim.Optimizer], options: Mapping[str, Any], run: Run) -> str | None:
+    """Return why writes into param groups depend on the parameters; None if they don't."""
+    if not run.writes:
+        return None
+    instances = Instances(kind, options)
+    for grads, before, after in zip(run.grads, run.before, run.after, strict=True):
+        for number in range(len(before)):
+            updated = any(grad is not None for grad in grads[number::2])
+            try:
+                alone = instances.options_after(before[number], updated)
+            except Exception as error:  # see `_run`
+                return f"can't write into a param group on its own ({_line(error)})"
+            if changed := differing(after[number], alone):
+                return f"writes {', '.join(changed)} into its param groups by all parameters together"
+            if lost := before[number].keys() - alone.keys():
+                return f"removes {', '.join(sorted(lost))} from its param groups"
+    return None
+
+
+def _difference(instances: Instances, run: Run, names: tuple[str, ...], whole: bool) -> str | None:
+    """Update parameters, or pieces of them, separately; return how the results differ, None if they don't."""
+    for number, (value, param, state) in enumerate(zip(run.values, run.params, run.states, strict=True)):
+        flat, lists = value.reshape(-1).clone(), [torch.zeros(value.numel(), dtype=value.dtype) for _ in names]
+        for part in _parts(value.numel(), whole):
+            memory, count = dict[str, Any](), 0
+            for grads, before, after in zip(run.grads, run.before, run.after, strict=True):
+                grad, group = grads[number], number % 2
+                if grad is None:
+                    continue
+                count += 1
+                rule = TorchOptimRule(instances, before[group], names, memory, count, whole, after[group])
+                if whole:
+                    rule = rule.for_param(tuple(value.shape), value.stride(), value.device)
+                try:
+                    rule.apply(flat[part], grad.reshape(-1)[part].clone(), [each[part] for each in lists])
+                except Exception as error:  # see `_run`
+                    return f"can't update parameters separately ({_line(error)})"
+            if not _agree({key: item for key, item in state.items() if key not in names}, memory):
+                return "updates parameters differently together and separately"
+        found = {name: each.view(value.shape) for name, each in zip(names, lists, strict=True)}
+        expected = {name: state[name] for name in names if name in state}
+        if not _agree(param.detach(), flat.view(value.shape)) or not _agree(
+            expected, {name: found[name] for name in expected}
+        ):
+            return "updates parameters differently together and separately"
+    return None
+
+
+def _parts(numel: int, whole: bool) -> list[slice]:
+    """Return the pieces in which a parameter is updated: all of it, or one element, a third, and the rest."""
+    return [slice(None)] if whole else [slice(1), slice(1, numel // 3), slice(max(1, numel // 3), None)]
+
+
+def _agree(one: Any, other: Any) -> bool:
+    """Return whether two results agree but for rounding."""
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_agree(one[key], other[key]) for key in one)
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and one.is_floating_point():
+        return one.shape == other.shape and torch.allclose(one.double(), other.double(), rtol=RTOL, atol=0)
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=RTOL)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(_agree(*pair) for pair in zip(one, other, strict=True))
+    if isinstance(one, int | str | torch.Tensor):
+        return frozen(one) == frozen(other)
+    return type(one) is type(other)
+
+
+def _line(error: BaseException | None) -> str:
+    return " ".join(f"{error}".split()) or type(error).__name__
+
+
+def _format_options(options: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in options.items())
