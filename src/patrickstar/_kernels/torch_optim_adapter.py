@@ -98,14 +98,17 @@ class Instances:
             self._idle.append(optimizer)
         return states, after
 
-    def options_after(self, group: Mapping[str, Any], updated: bool) -> dict[str, Any]:
+    def options_after(
+        self, group: Mapping[str, Any], updated: bool, dtype: torch.dtype = torch.float32
+    ) -> dict[str, Any]:
         """Return the options of a param group after a step.
 
         Args:
             group: Options before it.
             updated: A parameter of the group had a gradient.
+            dtype: Dtype of the master parameters.
         """
-        param = torch.nn.Parameter(torch.ones(WRITER_SHAPE, dtype=torch.float64, device="cpu"))
+        param = torch.nn.Parameter(torch.ones(WRITER_SHAPE, dtype=dtype, device="cpu"))
         param.grad = torch.ones_like(param) if updated else None
         return self.step(param, group, None)[1]
 

@@ -4,7 +4,7 @@ import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +14,7 @@ from patrickstar._kernels.torch_optim_adapter import (
     Instances,
     TorchOptimRule,
     counter_device,
+    defaults_of,
     differing,
     frozen,
     import_compiler,
@@ -35,8 +36,8 @@ MATRICES = (4, 6), (5, 3), (128, 130)
 """Shapes that every class has to take. The last: some classes factor or quantize only large parameters."""
 OTHERS = (7,), (2, 3, 2, 2)
 """Shapes of parameters that many classes treat in another way."""
-STEPS = 16
-"""More than the warm-up of RAdam's rectification and the usual periods, of 5, 6 and 10 steps."""
+STEPS = 32
+"""More than the warm-up of RAdam's rectification and three of the usual periods, of 5, 6 and 10 steps."""
 RATE_FACTORS = 1.0, 0.5, 2.0
 """Factors by which learning rates change before each of three steps; together they leave them as they are."""
 RTOL = 1e-9
@@ -63,6 +64,7 @@ class Scenario:
     """Some gradients are missing."""
     second_rate: float
     """Learning rate of the second param group, relative to that of the first."""
+    dtype: torch.dtype = torch.float64
 
 
 SCENARIOS = [
@@ -71,6 +73,7 @@ SCENARIOS = [
     for missing in (True, False)
     for shapes in (MATRICES + OTHERS, MATRICES + OTHERS[:1], MATRICES)
 ]
+SCENARIOS.append(replace(SCENARIOS[0], dtype=torch.float32))
 """Tried in this order until the class trains: what it does not take in plain PyTorch, it will not be given here."""
 
 
@@ -172,12 +175,13 @@ def _try(kind: type[torch.optim.Optimizer], options: Mapping[str, Any], scenario
     generator = torch.Generator().manual_seed(0)
 
     def normal(shape: tuple[int, ...]) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+        return torch.randn(shape, generator=generator, dtype=scenario.dtype, device="cpu")
 
     values = [normal(shape) for shape in scenario.shapes]
     params = [torch.nn.Parameter(value.clone()) for value in values]
-    optimizer = kind([{"params": params[::2]}, {"params": params[1::2]}], **options)
-    _change_rate(optimizer.param_groups[1], scenario.second_rate)
+    second = {name: value for name, value in defaults_of(kind, options).items() if name == "lr"}
+    _change_rate(second, scenario.second_rate)
+    optimizer = kind([{"params": params[::2]}, second | {"params": params[1::2]}], **options)
     run = Run(params, [], values)
     kept = _kept_elsewhere(optimizer)
     for step in range(STEPS):
@@ -231,7 +235,7 @@ def _group_coupling(kind: type[torch.optim.Optimizer], options: Mapping[str, Any
         for number in range(len(before)):
             updated = any(grad is not None for grad in grads[number::2])
             try:
-                alone = instances.options_after(before[number], updated)
+                alone = instances.options_after(before[number], updated, run.values[0].dtype)
             except Exception as error:  # see `_run`
                 return f"can't write into a param group on its own ({_line(error)})"
             if changed := differing(after[number], alone):
