@@ -50,7 +50,7 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.sometimes, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.large, self.norm, self.conv = nn.Linear(WIDTH, 512), nn.LayerNorm(512), nn.Conv2d(2, 4, 3)
+        self.large, self.norm, self.conv = nn.Linear(WIDTH, 256), nn.LayerNorm(256), nn.Conv2d(1, 4, 3)
         self.first.bias.requires_grad_(False)
         self.calls = 0
 
@@ -59,7 +59,7 @@ class Net(nn.Module):
         x = torch.tanh(self.first(x))
         x = torch.tanh(self.sometimes(x)) if self.calls % 3 else x
         large = self.norm(self.large(self.last(x)))
-        return self.conv(large.view(-1, 2, 16, 16)).pow(2).mean()
+        return self.conv(large.view(-1, 1, 16, 16)).pow(2).mean()
 
 
 class Matrices(nn.Module):
@@ -128,7 +128,7 @@ def compared(
     kind: type[torch.optim.Optimizer], build: type[nn.Module], second_rate: float | None, expected: list[torch.Tensor]
 ) -> Outcome:
     """Train with the engine and compare with the results of plain PyTorch."""
-    options: dict[str, Any] = {"device": "cpu", "device_memory": "1MiB", "chunk_size": 4 * WIDTH * 512}
+    options: dict[str, Any] = {"device": "cpu", "device_memory": "1MiB", "chunk_size": 4 * WIDTH * 256}
     torch.manual_seed(0)
     try:
         optimizer = ps.TorchOptimizer(kind=kind, param_groups=lambda model: groups_of(model, second_rate))

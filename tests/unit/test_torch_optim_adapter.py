@@ -100,8 +100,8 @@ STATES = [
 
 @pytest.mark.parametrize(("kind", "options", "names"), STATES, ids=class_name)
 def test_the_states_that_a_class_shows(kind, options, names):
-    assert probe(kind, one_by_one(kind, options)) == (names, False, False)
-    assert probe(kind, options) == (names, False, False)
+    assert probe(kind, one_by_one(kind, options)) == (names, False, ())
+    assert probe(kind, options) == (names, False, ())
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_the_states_that_a_class_shows(kind, options, names):
     ids=class_name,
 )
 def test_a_class_that_needs_whole_parameters_is_recognized(kind, options, names):
-    assert probe(kind, one_by_one(kind, options)) == (names, True, False)
+    assert probe(kind, one_by_one(kind, options)) == (names, True, ())
 
 
 def test_probing_leaves_the_callers_random_numbers_alone():

@@ -30,10 +30,10 @@ SCALARS = (bool, int, float, str, type(None))
 
 
 def frozen(value: Any) -> Hashable:
-    """Return a copy of plain data that can be compared: tensors by their bits; other objects by identity."""
+    """Return a copy of plain data that can be compared, tensors by their bits. Parameters and objects are themselves."""
     if isinstance(value, SCALARS):
         return type(value), repr(value)  # in which NaN equals NaN
-    if type(value) in (torch.Tensor, torch.nn.Parameter):
+    if type(value) is torch.Tensor:
         flat = value.detach().cpu().contiguous().reshape(-1)
         return value.dtype, tuple(value.shape), flat.view(torch.uint8).numpy().tobytes()
     if isinstance(value, torch.Generator):

@@ -1,5 +1,6 @@
 """Probe of a `torch.optim.Optimizer` class: whether it can run on chunks, and what it needs."""
 
+import itertools
 import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -51,8 +52,8 @@ class Profile(NamedTuple):
     """Names of its states of the parameter's shape."""
     whole: bool
     """True if it needs whole parameters."""
-    writes: bool
-    """True if it writes into its param groups."""
+    writes: tuple[str, ...]
+    """Options that it writes into its param groups."""
 
 
 @dataclass(frozen=True)
@@ -91,11 +92,14 @@ class Run:
     """Options of the two param groups before each step."""
     after: list[list[dict[str, Any]]] = field(default_factory=list)
     """The same after it."""
+    refused: str | None = None
+    """Why it can't be repeated on chunks, as far as one can see."""
 
     @property
-    def writes(self) -> bool:
-        """True if a step has changed options."""
-        return any(differing(*pair) for pairs in zip(self.before, self.after, strict=True) for pair in zip(*pairs))
+    def writes(self) -> tuple[str, ...]:
+        """Options that a step has changed."""
+        pairs = zip(itertools.chain(*self.before), itertools.chain(*self.after), strict=True)
+        return tuple(dict.fromkeys(name for pair in pairs for name in differing(*pair)))
 
 
 def probe(kind: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> Profile:
@@ -112,38 +116,56 @@ def probe(kind: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> Prof
         ConfigError: The class can't update parameters separately.
     """
     import_compiler()
-    with _own_random_numbers() as drawn, _one_thread():
-        run, reason = _run(kind, options)
-        if reason is None:
-            coupling = _group_coupling(kind, options, run)
-            reason = "draws random numbers" if drawn() else coupling
-        if reason is None:
-            large = MATRICES.index(max(MATRICES, key=math.prod))
-            names = tuple(name for name, item in run.states[large].items() if is_listed(item, run.params[large]))
-            for whole in (False, True):
-                reason = _difference(Instances(kind, options), run, names, whole)
-                if reason is None:
-                    return Profile(names, whole, run.writes)
+    generators = GlobalGenerators()
+    try:
+        with _one_thread():
+            profile, reason = _profile(kind, options, generators)
+    finally:
+        generators.restore()
+    if profile is not None:
+        return profile
     raise ConfigError(
         f"{kind.__name__}({_format_options(options)}) {reason}, so it can't run on chunks, of which only some are in "
         f"memory at a time; use an optimizer such as ps.AdamW"
     )
 
 
-@contextmanager
-def _own_random_numbers() -> Iterator[Any]:
-    """Yield a function that returns whether a global random generator has been used; restore them at the end."""
-    before = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    try:
-        yield lambda: (
-            not torch.equal(before[0], torch.get_rng_state())
-            or before[1] != random.getstate()
-            or str(before[2]) != str(np.random.get_state())
+def _profile(
+    kind: type[torch.optim.Optimizer], options: Mapping[str, Any], generators: "GlobalGenerators"
+) -> tuple[Profile | None, str | None]:
+    """Return what a class needs, or why it can't run on chunks."""
+    run = _run(kind, options, generators)
+    reason = run.refused or _group_coupling(Instances(kind, options), run)
+    if reason is None:
+        large = max(range(len(MATRICES)), key=lambda number: math.prod(MATRICES[number]))
+        names = tuple(name for name, item in run.states[large].items() if is_listed(item, run.params[large]))
+        for whole in (False, True):
+            reason = _difference(Instances(kind, options), run, names, whole)
+            if reason is None:
+                return Profile(names, whole, run.writes), None
+    return None, reason
+
+
+class GlobalGenerators:
+    """State of the global random generators when it was created."""
+
+    def __init__(self) -> None:
+        self._torch, self._python, self._numpy = torch.get_rng_state(), random.getstate(), np.random.get_state()
+
+    @property
+    def used(self) -> bool:
+        """True if a generator has been used since."""
+        return not (
+            torch.equal(self._torch, torch.get_rng_state())
+            and self._python == random.getstate()
+            and all(np.array_equal(*pair) for pair in zip(self._numpy, np.random.get_state(), strict=True))
         )
-    finally:
-        torch.set_rng_state(before[0])
-        random.setstate(before[1])
-        np.random.set_state(before[2])
+
+    def restore(self) -> None:
+        """Return to that state."""
+        torch.set_rng_state(self._torch)
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
 
 
 @contextmanager
@@ -157,12 +179,12 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _run(kind: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> tuple[Run, str | None]:
-    """Run a class as usual. Return the run, and why it can't be repeated on chunks, None if it may."""
+def _run(kind: type[torch.optim.Optimizer], options: Mapping[str, Any], generators: GlobalGenerators) -> Run:
+    """Run a class as usual, in the first scenario that it takes."""
     error: Exception | None = None
     for scenario in SCENARIOS:
         try:
-            return _try(kind, options, scenario)
+            return _try(kind, options, scenario, generators)
         except Exception as caught:  # a class of any library may raise anything
             error = caught
     raise ConfigError(
@@ -171,7 +193,9 @@ def _run(kind: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> tuple
     ) from error
 
 
-def _try(kind: type[torch.optim.Optimizer], options: Mapping[str, Any], scenario: Scenario) -> tuple[Run, str | None]:
+def _try(
+    kind: type[torch.optim.Optimizer], options: Mapping[str, Any], scenario: Scenario, generators: GlobalGenerators
+) -> Run:
     generator = torch.Generator().manual_seed(0)
 
     def normal(shape: tuple[int, ...]) -> torch.Tensor:
@@ -196,13 +220,23 @@ def _try(kind: type[torch.optim.Optimizer], options: Mapping[str, Any], scenario
         with counter_device():
             optimizer.step()
         run.after.append([options_of(_copy(group)) for group in optimizer.param_groups])
+        run.refused = _refusal(optimizer, kept, generators)
+        if run.refused is not None:
+            break
     run.states = [dict(optimizer.state.get(param, {})) for param in params]
-    known = {id(param) for param in params}
+    return run
+
+
+def _refusal(optimizer: torch.optim.Optimizer, kept: Mapping[str, Any], generators: GlobalGenerators) -> str | None:
+    """Return what the adapter would not keep of a step that was made, None if nothing."""
+    if generators.used:
+        return "draws random numbers"
+    known = {id(param) for group in optimizer.param_groups for param in group["params"]}
     if any(id(key) not in known for key in optimizer.state):
-        return run, "keeps a state that belongs to no parameter"
+        return "keeps a state that belongs to no parameter"
     if changed := differing(kept, _kept_elsewhere(optimizer)):
-        return run, f"changes {', '.join(changed)} outside of its states and param groups"
-    return run, None
+        return f"changes {', '.join(changed)} outside of its states and param groups"
+    return None
 
 
 def _is_missing(step: int, number: int) -> bool:
@@ -226,11 +260,10 @@ def _kept_elsewhere(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {name: frozen(item) for name, item in attributes.items() if name not in ("state", "param_groups")}
 
 
-def _group_coupling(kind: type[torch.optim.Optimizer], options: Mapping[str, Any], run: Run) -> str | None:
+def _group_coupling(instances: Instances, run: Run) -> str | None:
     """Return why writes into param groups depend on the parameters; None if they don't."""
     if not run.writes:
         return None
-    instances = Instances(kind, options)
     for grads, before, after in zip(run.grads, run.before, run.after, strict=True):
         for number in range(len(before)):
             updated = any(grad is not None for grad in grads[number::2])

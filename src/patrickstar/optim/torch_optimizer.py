@@ -98,8 +98,9 @@ class TorchOptimizer(Optimizer):
             ConfigError: With these options the class does not update each parameter separately, or needs whole
                 parameters, and with its other options it does not.
         """
-        accepted, defaults = inspect.signature(self.kind).parameters, self._defaults
-        known = {key: value for key, value in group.items() if key in accepted and key != "params" and "lr" not in key}
+        accepted, defaults = inspect.signature(self.kind).parameters.keys(), self._defaults
+        given = accepted - {"params", *self._profile.writes}
+        known = {key: value for key, value in group.items() if key in given and "lr" not in key}
         changed = {key: value for key, value in known.items() if frozen(value) != frozen(defaults.get(key))}
         if not changed:
             return self.states
