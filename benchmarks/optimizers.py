@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from report import filled, table
 from torch import nn
 
 import patrickstar as ps
@@ -38,7 +39,6 @@ PACKAGES = {
 STEPS, WIDTH = 30, 16
 EXACT, WRONG, REFUSED, PLAIN = "exact", "**wrong**", "refused", "not in plain PyTorch"
 PAGE = Path(__file__).parent.parent / "docs/optimizers.md"
-TEXT = Path(__file__).parent / "texts/optimizers.md"
 
 Outcome = tuple[str, str]
 """One of the four words above, and the reason."""
@@ -87,6 +87,8 @@ def groups_of(model: nn.Module, second_rate: float | None) -> list[dict[str, Any
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Any) -> list[torch.Tensor]:
     """Train and return the losses and the parameters. `engine`: None in plain PyTorch."""
     results, generator = [], torch.Generator().manual_seed(1)
+    if hasattr(optimizer, "train"):
+        optimizer.train()
     for step in range(STEPS):
         loss = (engine or model)(torch.randn(4, WIDTH, generator=generator))
         loss.backward() if engine is None else engine.backward(loss)
@@ -134,7 +136,7 @@ def compared(
         optimizer = ps.TorchOptimizer(kind=kind, param_groups=lambda model: groups_of(model, second_rate))
         engine = testing.stressed(build, ps.Config(precision="fp32", optimizer=optimizer, **options))
     except ConfigError as error:
-        return REFUSED, line(error)
+        return REFUSED, line(error).partition(", so it can't run on chunks")[0]
     try:
         found = train(engine.module, engine.optimizer, engine)
     except ConfigError as error:
@@ -186,9 +188,9 @@ def main() -> None:
     print(f"{counts[EXACT]} of {trained} train exactly, {counts[WRONG]} wrong, {counts[REFUSED]} refused")
     if not chosen:
         packages = ", ".join(f"{name} {found}" for name in PACKAGES.values() if (found := installed(name)))
-        lines = ["| class | trains | reason |", "|---|---|---|", *(f"| `{n}` | {w} | {r} |" for n, w, r in rows)]
-        text = TEXT.read_text().format(exact=counts[EXACT], trained=trained, refused=counts[REFUSED], packages=packages)
-        PAGE.write_text(text + "\n" + "\n".join(lines) + "\n")
+        results = table([(f"`{name}`", word, reason) for name, word, reason in rows], ("class", "trains", "reason"))
+        counted = {"exact": counts[EXACT], "trained": trained, "refused": counts[REFUSED]}
+        PAGE.write_text(filled("optimizers", **counted, packages=packages, table=results))
 
 
 def installed(name: str) -> str | None:

@@ -30,7 +30,7 @@ SCALARS = (bool, int, float, str, type(None))
 
 
 def frozen(value: Any) -> Hashable:
-    """Return a copy of plain data that can be compared, tensors by their bits. Parameters and objects are themselves."""
+    """Return a copy of plain data to compare: tensors by their bits, parameters and other objects by identity."""
     if isinstance(value, SCALARS):
         return type(value), repr(value)  # in which NaN equals NaN
     if type(value) is torch.Tensor:
@@ -49,10 +49,17 @@ def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """Return the keys whose values differ, or that only one of them has."""
     return [
         key
-        for key in one | other
-        if not (key in one and key in other)
-        or (one[key] is not other[key] and frozen(one[key]) != frozen(other[key]))
+        for key in {**one, **other}
+        if not (key in one and key in other) or (one[key] is not other[key] and frozen(one[key]) != frozen(other[key]))
     ]
+
+
+def construct(kind: type[torch.optim.Optimizer], params: Any, options: Mapping[str, Any]) -> torch.optim.Optimizer:
+    """Create an optimizer, in training mode if its class has modes, as schedule-free ones do."""
+    optimizer = kind(params, **options)
+    if hasattr(optimizer, "train"):
+        optimizer.train()
+    return optimizer
 
 
 class Instances:
@@ -84,7 +91,7 @@ class Instances:
         """
         options = {key: value if isinstance(value, SCALARS) else copy.deepcopy(value) for key, value in group.items()}
         if state is None:  # the constructor may create states
-            optimizer = self.kind([options | {"params": [param]}], **self.options)
+            optimizer = construct(self.kind, [options | {"params": [param]}], self.options)
         else:
             optimizer = self._take()
             optimizer.state[param] = state
@@ -116,7 +123,7 @@ class Instances:
         try:
             return self._idle.pop()
         except IndexError:
-            return self.kind([torch.nn.Parameter(torch.zeros(1, 1, device="cpu"))], **self.options)
+            return construct(self.kind, [torch.nn.Parameter(torch.zeros(1, 1, device="cpu"))], self.options)
 
 
 WRITER_SHAPE = 4, 4
@@ -234,7 +241,7 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def defaults_of(kind: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the default param group options of an optimizer class."""
-    optimizer = kind([torch.nn.Parameter(torch.zeros(1, 1, device="cpu"))], **options)
+    optimizer = construct(kind, [torch.nn.Parameter(torch.zeros(1, 1, device="cpu"))], options)
     return options_of(optimizer.param_groups[0])
 
 

@@ -14,6 +14,7 @@ import torch
 from patrickstar._kernels.torch_optim_adapter import (
     Instances,
     TorchOptimRule,
+    construct,
     counter_device,
     defaults_of,
     differing,
@@ -205,7 +206,7 @@ def _try(
     params = [torch.nn.Parameter(value.clone()) for value in values]
     second = {name: value for name, value in defaults_of(kind, options).items() if name == "lr"}
     _change_rate(second, scenario.second_rate)
-    optimizer = kind([{"params": params[::2]}, second | {"params": params[1::2]}], **options)
+    optimizer = construct(kind, [{"params": params[::2]}, second | {"params": params[1::2]}], options)
     run = Run(params, [], values)
     kept = _kept_elsewhere(optimizer)
     for step in range(STEPS):

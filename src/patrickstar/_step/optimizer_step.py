@@ -70,10 +70,7 @@ class OptimizerStep:
         self._late_from = None if update is None else update.after
         self.steps = 0
         """Number of steps, with the one that runs."""
-        self._optimizer = optimizer
         self._in_step = False
-        self._updated_groups: set[int] = set()
-        """Identities of the param groups that have a parameter with an update in the step."""
         self._backward_id = 0
         """Number of the last backward before the step."""
         self._order: dict[int, None] = {}
@@ -160,12 +157,7 @@ class OptimizerStep:
             self.end_step()
             self.steps += 1
         self._in_step, self._backward_id = True, self.data.backward_id
-        self._updated_groups |= {id(group) for managed, group in groups.items() if self._has_update(managed)}
-
-    def _has_update(self, managed: ManagedParam) -> bool:
-        """Return whether the step updates a parameter, or the backward before it has done so."""
-        state = managed.state
-        return self.data.has_gradient(managed) or state.updated_in_backward == self.data.backward_id > 0
+        self.rules.note_updates(self.data, groups)
 
     @defer_sigint
     def end_step(self, param_groups: Iterable[dict[str, Any]] = ()) -> None:
@@ -174,9 +166,7 @@ class OptimizerStep:
         Args:
             param_groups: Param groups into which the optimizer may write, once per step.
         """
-        for group in param_groups:
-            group.update(self._optimizer.written_options(group, id(group) in self._updated_groups))
-        self._updated_groups.clear()
+        self.rules.end_step(param_groups)
         self._in_step = False
         if self.delayed is not None:
             self.delayed.end_step()

@@ -12,6 +12,7 @@ from torch import nn
 from patrickstar._kernels.torch_optim_adapter import (
     Instances,
     TorchOptimRule,
+    construct,
     defaults_of,
     differing,
     frozen,
@@ -29,7 +30,8 @@ class TorchOptimizer(Optimizer):
 
     The class runs unchanged, on one parameter at a time, with its states in chunks. An update allocates temporaries of
     the parameter's size. States that are not of the parameter's shape, such as factored moments, are kept beside the
-    chunks, on the tier of the last update.
+    chunks, on the tier of the last update. What the class writes into its param groups, such as a step count, it writes
+    once per step, as usual.
 
     Raises:
         ConfigError: The class does not update each parameter separately, or does not accept the options.
@@ -108,7 +110,7 @@ class TorchOptimizer(Optimizer):
         if key not in self._profiles:
             self._profiles[key] = probe(self.kind, self._all_options | changed)
         profile = self._profiles[key]
-        if profile.whole and not self._profile.whole or profile.writes and not self._profile.writes:
+        if (profile.whole and not self._profile.whole) or (profile.writes and not self._profile.writes):
             raise ConfigError(
                 f"a param group sets {', '.join(changed)}, with which {self.name} needs whole parameters or writes "
                 f"into its param groups, and with its other options it does not: set them in the options"
@@ -159,7 +161,7 @@ class TorchOptimizer(Optimizer):
         Returns:
             An instance of the class with the options.
         """
-        return self.kind(params, **self._all_options)
+        return construct(self.kind, params, self._all_options)
 
     def defaults(self) -> dict[str, Any]:
         """Return the default options of a param group of the class."""
