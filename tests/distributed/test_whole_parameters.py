@@ -1,9 +1,10 @@
-"""Several processes and optimizers that need whole parameters, one owner for each, or have states of one byte."""
+"""Several processes and optimizers that need whole parameters, have states of one byte, or count in param groups."""
 
 import random
 
 import pytest
 import torch
+from laws.test_optimizer_classes import CountsInGroup
 from laws.test_whole_parameters import OPTIMIZERS, Model
 from laws.tiers import inputs
 from torch import nn
@@ -20,7 +21,10 @@ from patrickstar.errors import ConfigError
 from . import ranks
 from .reference import AveragingTrainer
 
-CASES = OPTIMIZERS | {"AdamW, 8-bit": ps.AdamW8bit(lr=1e-2, weight_decay=0.1)}
+CASES = OPTIMIZERS | {
+    "AdamW, 8-bit": ps.AdamW8bit(lr=1e-2, weight_decay=0.1),
+    "counts": ps.TorchOptimizer(kind=CountsInGroup, options={"lr": 0.1}),
+}
 
 
 @ranks.joined

@@ -47,7 +47,7 @@ RTOL = 1e-9
 
 
 class Profile(NamedTuple):
-    """What a class needs."""
+    """States and needs of a class."""
 
     names: tuple[str, ...]
     """Names of its states of the parameter's shape."""
@@ -208,7 +208,7 @@ def _try(
     _change_rate(second, scenario.second_rate)
     optimizer = construct(kind, [{"params": params[::2]}, second | {"params": params[1::2]}], options)
     run = Run(params, [], values)
-    kept = _kept_elsewhere(optimizer)
+    attributes = _attributes(optimizer)
     for step in range(STEPS):
         for group in optimizer.param_groups:
             _change_rate(group, RATE_FACTORS[step % len(RATE_FACTORS)])
@@ -221,21 +221,23 @@ def _try(
         with counter_device():
             optimizer.step()
         run.after.append([options_of(_copy(group)) for group in optimizer.param_groups])
-        run.refused = _refusal(optimizer, kept, generators)
+        run.refused = _refusal(optimizer, attributes, generators)
         if run.refused is not None:
             break
     run.states = [dict(optimizer.state.get(param, {})) for param in params]
     return run
 
 
-def _refusal(optimizer: torch.optim.Optimizer, kept: Mapping[str, Any], generators: GlobalGenerators) -> str | None:
+def _refusal(
+    optimizer: torch.optim.Optimizer, attributes: Mapping[str, Any], generators: GlobalGenerators
+) -> str | None:
     """Return what the adapter would not keep of a step that was made, None if nothing."""
     if generators.used:
         return "draws random numbers"
     known = {id(param) for group in optimizer.param_groups for param in group["params"]}
     if any(id(key) not in known for key in optimizer.state):
         return "keeps a state that belongs to no parameter"
-    if changed := differing(kept, _kept_elsewhere(optimizer)):
+    if changed := differing(attributes, _attributes(optimizer)):
         return f"changes {', '.join(changed)} outside of its states and param groups"
     return None
 
@@ -254,7 +256,7 @@ def _copy(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
 
 
-def _kept_elsewhere(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return copies of the attributes of an optimizer and of its classes, without states and param groups."""
     classes = [each for each in type(optimizer).__mro__ if each not in torch.optim.Optimizer.__mro__]
     attributes = {name: item for each in reversed(classes) for name, item in vars(each).items()} | vars(optimizer)
