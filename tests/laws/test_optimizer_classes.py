@@ -1,5 +1,7 @@
 """Optimizer classes that count in their param group or couple parameters: exact, or refused by name."""
 
+from functools import partial
+
 import pytest
 import torch
 from toys import mean_square
@@ -155,12 +157,12 @@ def batch(step):
     return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
 
 
-def train(trainer, optimizer, steps=range(STEPS)):
+def train(trainer, optimizer, steps=range(STEPS), update=False):
     """Train with learning rates that change; return the losses and what the class wrote into its groups."""
     results = []
     for step in steps:
         loss = mean_square(trainer(batch(step)))
-        trainer.backward(loss)
+        trainer.backward(loss, update=update)
         optimizer.step()
         optimizer.zero_grad()
         optimizer.param_groups[step % 2]["lr"] *= 0.9
@@ -177,11 +179,11 @@ def test_a_class_that_counts_in_its_group_trains_exactly(kind, precision):
     testing.compare(Branches, config_of(kind, precision), train)
 
 
-@pytest.mark.parametrize("options", [{"update": ps.Delayed()}, {"disk": "tmp"}], ids=["delayed", "disk"])
-def test_counts_are_those_of_the_step_wherever_and_whenever_its_update_runs(options, tmp_path):
-    if "disk" in options:
-        options = {"disk": ps.Disk(tmp_path, capacity="1MiB"), "host_memory": "64KiB"}
-    testing.compare(Branches, config_of(CountsInGroup, **options), train)
+@pytest.mark.parametrize("where", ["delayed", "disk", "in backward"])
+def test_counts_are_those_of_the_step_wherever_and_whenever_its_update_runs(where, tmp_path):
+    disk = {"disk": ps.Disk(tmp_path, capacity="1MiB"), "host_memory": "64KiB"}
+    config = config_of(CountsInGroup, **{"delayed": {"update": ps.Delayed()}, "disk": disk}.get(where, {}))
+    testing.compare(Branches, config, partial(train, update=where == "in backward"))
 
 
 @pytest.mark.parametrize("kind", REFUSED, ids=lambda kind: kind.__name__)
@@ -241,4 +243,27 @@ def test_a_group_that_a_parameter_changes_in_another_way_later_ends_training_by_
         for step in range(62):
             engine.backward(mean_square(engine(batch(step))))
             optimizer.step()
+    engine.close()
+
+
+class Modes(CountsInGroup):
+    """Updates in training mode only, as schedule-free classes do."""
+
+    def train(self):
+        for group in self.param_groups:
+            group["training"] = True
+
+    def eval(self):
+        raise NotImplementedError
+
+    def rate(self, group, params):
+        assert group["training"]
+        return 1.0
+
+
+def test_a_class_with_modes_trains_and_its_evaluation_is_refused_by_name():
+    testing.compare(Branches, config_of(Modes), train)
+    engine, optimizer = ps.initialize(Branches, config_of(Modes))
+    with pytest.raises(ConfigError, match=r"Modes\.eval"):
+        optimizer.eval()
     engine.close()
