@@ -81,6 +81,7 @@ class PlainOptimizer(torch.optim.Optimizer):
                 rule.apply(flat[0], flat[1], flat[2:])
                 for values in (flat[0], *flat[2:]):
                     canonical_nan_(values)
+            group.update(self.spec.written_options(group, any(param.grad is not None for param in group["params"])))
 
 
 class ReferenceOptimizer:

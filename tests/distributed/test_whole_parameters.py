@@ -1,9 +1,10 @@
-"""Several processes and optimizers that need whole parameters, one owner for each, or have states of one byte."""
+"""Several processes and optimizers that need whole parameters, have states of one byte, or count in param groups."""
 
 import random
 from functools import partial
 
 import pytest
+from laws.test_optimizer_classes import CountsInGroup
 from laws.test_whole_parameters import OPTIMIZERS, Model
 from laws.tiers import inputs
 from torch import nn
@@ -19,7 +20,10 @@ from patrickstar.errors import ConfigError
 from . import ranks
 from .test_exactness import CPU, compare
 
-CASES = OPTIMIZERS | {"AdamW, 8-bit": ps.AdamW8bit(lr=1e-2, weight_decay=0.1)}
+CASES = OPTIMIZERS | {
+    "AdamW, 8-bit": ps.AdamW8bit(lr=1e-2, weight_decay=0.1),
+    "counts": ps.TorchOptimizer(kind=CountsInGroup, options={"lr": 0.1}),
+}
 
 
 @pytest.mark.parametrize("size, seeds", [(2, ranks.seeds(12)), (4, ranks.seeds(6))])

@@ -18,7 +18,7 @@ from patrickstar._kernels.eager_backend import PAGE_NUMEL, EagerBackend
 from patrickstar._kernels.grad_norm import GradStats
 from patrickstar._kernels.lion import LionRule
 from patrickstar._kernels.sgd import SGDRule
-from patrickstar._kernels.torch_optim_adapter import TorchOptimRule
+from patrickstar._kernels.torch_optim_adapter import Instances, TorchOptimRule
 from patrickstar._kernels.triton_backend import TritonBackend
 from patrickstar._kernels.update_rule import Gradient, Rule, Span
 from patrickstar.testing import assert_same_bits
@@ -90,7 +90,7 @@ def test_the_c_plus_plus_kernel_takes_its_rules_over_masters_of_single_precision
 
 OTHERS = {
     "a user's rule": span(SignRule(0.1)),
-    "a class of torch": span(TorchOptimRule(torch.optim.Adagrad, {}, {}, (), {}, 1)),
+    "a class of torch": span(TorchOptimRule(Instances(torch.optim.Adagrad, {}), {}, (), {}, 1)),
     "double precision": span(ADAM, grad=torch.float64, master=torch.float64),
     "a master of double precision": span(ADAM, master=torch.float64),
     "a parameter of double precision": span(ADAM, param=torch.float64),

@@ -14,7 +14,7 @@ from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.tensor_subclass import managed_param_of
 from patrickstar._schedule.coordination import Request
 from patrickstar.errors import ConfigError, ModelError, TrainingError
-from patrickstar.optim import Optimizer
+from patrickstar.optim import Optimizer, TorchOptimizer
 
 SWITCHES = ("amsgrad", "maximize", "capturable", "differentiable")
 """Options of torch's optimizers that change the arithmetic: a state saved with one cannot be resumed without it."""
@@ -85,9 +85,15 @@ class ChunkOptimizer(torch.optim.Optimizer):
         See `Engine.averaged`. It does nothing for other optimizers. Every process must call it.
 
         Raises:
+            ConfigError: A class of torch has its own `eval`, which would change parameters outside of a step.
             TrainingError: Gradients are stored, or the engine is closed.
         """
         self._core.check_open()
+        if isinstance(self._options, TorchOptimizer) and hasattr(self._options.kind, "eval"):
+            raise ConfigError(
+                f"{self._options.name}.eval changes parameters outside of a step, which is not supported; use "
+                f"ps.ScheduleFreeAdamW, or ps.EMA(optimizer) and engine.averaged()"
+            )
         groups = self.managed_groups()
         if self._average is None and any(self._options.average_weights(group) for group in groups.values()):
             average = averaged(self._core, groups)
@@ -230,8 +236,10 @@ class ChunkOptimizer(torch.optim.Optimizer):
         ]
 
     def _update_groups(self, packed_groups: list[dict[str, Any]]) -> None:
-        """Set the options of the param groups to those of `packed_groups`."""
+        """Set the options of the param groups to those of `packed_groups`; what a step has written since is dropped."""
         for group, packed in zip(self.param_groups, packed_groups, strict=True):
+            for key in group.keys() - packed.keys() - self.defaults.keys() - {"params"}:
+                del group[key]
             group.update({key: value for key, value in packed.items() if key != "params"})
 
     def _managed_param(self, param: Any) -> ManagedParam:

@@ -211,7 +211,7 @@ class EngineCore:
             speculation.begin(groups, hyper_parameters(param_groups), self.gradients.scales)
 
     @handle_sigint
-    def step(self, groups: Mapping[ManagedParam, Mapping[str, Any]], param_groups: Iterable[Mapping[str, Any]]) -> None:
+    def step(self, groups: Mapping[ManagedParam, Mapping[str, Any]], param_groups: Iterable[dict[str, Any]]) -> None:
         """Run one optimizer step with the param group of each parameter."""
         self.check_open()
         self.check_not_averaged("a step")
@@ -233,14 +233,14 @@ class EngineCore:
             if speculation.possible:
                 speculation.decide(groups.get, hyper_parameters(param_groups), self.gradients.scales, overflow)
             staleness = self.optimizer_step.staleness
-            self.optimizer_step.begin_step()
+            self.optimizer_step.begin_step(groups)
             if overflow:
                 self.optimizer_step.skip()
             else:
                 self.optimizer_step.run(groups.get, self.gradients.scales)
             self.data.close_step(() if overflow else groups)
             self.gradients.drop()
-            self.optimizer_step.end_step()
+            self.optimizer_step.end_step(() if overflow else param_groups)
             self.data.place_embeddings()
         if self.data.end_step():
             self.optimizer_placement.replan(self.layout)

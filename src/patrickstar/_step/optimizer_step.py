@@ -1,8 +1,9 @@
 """Optimizer step, chunk by chunk, on the tier of the optimizer chunks (PatrickStar's hybrid Adam, §8.2)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.update_rule import Rule, Running, Span
@@ -145,16 +146,27 @@ class OptimizerStep:
         else:
             self.flush()
 
-    def begin_step(self) -> None:
-        """Count a step, unless it repeats one that was interrupted, without a backward in between."""
+    def begin_step(self, groups: Mapping[ManagedParam, Mapping[str, Any]]) -> None:
+        """Count a step, unless it repeats one that was interrupted, without a backward in between.
+
+        Args:
+            groups: Param group of each parameter.
+        """
         repeats = self._in_step and self._backward_id == self.data.backward_id
         if not repeats:
             self.end_step()
             self.steps += 1
         self._in_step, self._backward_id = True, self.data.backward_id
+        self.rules.note_updates(self.data, groups)
 
-    def end_step(self) -> None:
-        """End the step that `begin_step` has begun."""
+    @defer_sigint
+    def end_step(self, param_groups: Iterable[dict[str, Any]] = ()) -> None:
+        """End the step that `begin_step` has begun.
+
+        Args:
+            param_groups: Param groups into which the optimizer may write, once per step.
+        """
+        self.rules.end_step(param_groups)
         self._in_step = False
         if self.delayed is not None:
             self.delayed.end_step()

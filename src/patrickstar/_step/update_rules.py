@@ -1,6 +1,6 @@
 """Rules of the next updates of parameters, and the workspace of those updates."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,8 @@ class UpdateRules:
 
     def __init__(self, optimizer: Optimizer, kernels: Kernels, device: torch.device) -> None:
         self._optimizer, self._kernels, self._device = optimizer, kernels, device
+        self._updated: set[int] = set()
+        """Identities of the param groups of which the present step updates a parameter."""
 
     def rule(self, managed: ManagedParam, group: Mapping[str, Any], step: int) -> Rule:
         """Return the rule of one update of a parameter.
@@ -43,6 +45,19 @@ class UpdateRules:
             for managed, group in groups.items()
             if group is not None
         }
+
+    def note_updates(self, data: ModelData, groups: Mapping[ManagedParam, Mapping[str, Any]]) -> None:
+        """Note the param groups of which the step that begins, or the backward before it, updates a parameter."""
+        for managed, group in groups.items():
+            in_backward = managed.state.updated_in_backward == data.backward_id > 0
+            if in_backward or data.has_gradient(managed):
+                self._updated.add(id(group))
+
+    def end_step(self, param_groups: Iterable[dict[str, Any]]) -> None:
+        """Let the optimizer write into param groups, such as a step count; none if the step has been skipped."""
+        for group in param_groups:
+            group.update(self._optimizer.written_options(group, id(group) in self._updated))
+        self._updated.clear()
 
     def workspace_bytes(self, rules: Mapping[ManagedParam, Rule]) -> int:
         """Return the largest workspace of the updates of parameters on the device, in bytes."""

@@ -104,6 +104,11 @@ class EMA(Optimizer):
         """Return the parameters that the inner optimizer needs whole."""
         return self._grouped.whole_params(module)
 
+    def written_options(self, group: Mapping[str, Any], updated: bool) -> dict[str, Any]:
+        """Return the options that the inner optimizer writes; see `Optimizer.written_options`."""
+        options = {name: value for name, value in group.items() if name != "ema_decay"}
+        return self.optimizer.written_options(options, updated)
+
     def rule(self, group: Mapping[str, Any], step: int, memory: dict[str, Any]) -> AveragedRule:
         """Return the inner rule with the average; see `Optimizer.rule`."""
         weight = 1.0 if step == 1 else 1.0 - group["ema_decay"]

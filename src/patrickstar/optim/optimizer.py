@@ -42,6 +42,15 @@ class Optimizer(Options):
             The rule; its `kinds` name the states that it needs.
         """
 
+    def written_options(self, group: Mapping[str, Any], updated: bool) -> dict[str, Any]:
+        """Return the options that a step writes into a param group, such as a step count; by default none.
+
+        Args:
+            group: Options of the param group before the step.
+            updated: A parameter of the group has been updated.
+        """
+        return {}
+
     def defaults(self) -> dict[str, Any]:
         """Return the default options of a param group: every field except `param_groups`."""
         return {name: getattr(self, name) for name in type(self).model_fields if name != "param_groups"}

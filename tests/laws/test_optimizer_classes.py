@@ -1,0 +1,269 @@
+"""Optimizer classes that count in their param group or couple parameters: exact, or refused by name."""
+
+from functools import partial
+
+import pytest
+import torch
+from toys import mean_square
+
+import patrickstar as ps
+from patrickstar import testing
+from patrickstar.errors import ConfigError
+
+WIDTH, STEPS, SAVED_AFTER = 8, 12, 7
+
+
+class Base(torch.optim.Optimizer):
+    """Base class of the optimizers below: it counts in its param groups and updates parameters that have gradients."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            params = [param for param in group["params"] if param.grad is not None]
+            rate = self.rate(group, params)
+            for param in params:
+                average = self.state[param].setdefault("average", torch.zeros_like(param))
+                param.sub_(average.lerp_(param.grad, 0.3), alpha=group["lr"] * rate)
+
+    def rate(self, group, params):
+        return 1.0
+
+
+class CountsInGroup(Base):
+    """Shrinks its steps from step 6 on, and decays its own learning rate."""
+
+    def rate(self, group, params):
+        group["lr"] *= 0.95
+        return 1.0 if group["step"] < 6 else 1 / group["step"]
+
+
+class CountsTensors(Base):
+    """Keeps a tensor in the group, which it changes in place, and counts only steps that have a gradient."""
+
+    def rate(self, group, params):
+        total = group.setdefault("total", torch.zeros(1))
+        if params:
+            total += group["lr"]
+        return float(total) / group["step"]
+
+
+class CouplesFromStep8(Base):
+    """Divides by the norm of all gradients of a group, from step 8 on."""
+
+    def rate(self, group, params):
+        return 1.0 if group["step"] < 8 or not params else float(1 / sum(each.grad.norm() for each in params))
+
+
+class SumsOverGroup(Base):
+    """Accumulates a sum over the group, which it never uses within a probe."""
+
+    def rate(self, group, params):
+        group["sum"] = group.get("sum", 0.0) + float(sum(each.grad.abs().sum() for each in params))
+        return 1.0 if group["step"] < 1000 else group["sum"]
+
+
+class CountsInInstance(Base):
+    """Counts in itself, and uses it in the far future."""
+
+    count = 0
+
+    def rate(self, group, params):
+        self.count += 1
+        return 1.0 if self.count < 1000 else 0.1
+
+
+class CountsInClass(CountsInInstance):
+    """Counts in its class."""
+
+    def rate(self, group, params):
+        type(self).count += 1
+        return 1.0
+
+
+class UsesFirstParam(Base):
+    """Keeps a state under a key of its own."""
+
+    def rate(self, group, params):
+        self.state["shared"]["norm"] = params[0].norm() if params else 0.0
+        return 1.0
+
+
+class DrawsFromStep5(Base):
+    """Draws a random number in later steps."""
+
+    def rate(self, group, params):
+        return 1.0 if group["step"] < 5 else float(torch.rand(()))
+
+
+class DecaysWithoutGradients(Base):
+    """Changes parameters that have no gradient."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        for param in (param for group in self.param_groups for param in group["params"]):
+            param.mul_(0.99)
+
+
+class NormalizesVectors(Base):
+    """Element-wise for matrices, by the norm of the parameter for vectors."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad / (param.grad.norm() if param.dim() == 1 else 1.0), alpha=group["lr"])
+
+
+EXACT = [CountsInGroup, CountsTensors, NormalizesVectors]
+REFUSED = [CouplesFromStep8, SumsOverGroup, CountsInInstance, CountsInClass, UsesFirstParam, DrawsFromStep5]
+REFUSED += [DecaysWithoutGradients]
+
+
+class Branches(torch.nn.Module):
+    """One layer gets gradients in every second call only, one group none in the first calls, one bias none ever."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.sometimes, self.late = (torch.nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.stem.bias.requires_grad_(False)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        x = torch.tanh(self.stem(x))
+        x = self.sometimes(x) if self.calls % 2 else x
+        return self.late(x) if self.calls > 3 else x
+
+
+def two_groups(model):
+    late = list(model.late.parameters())
+    others = [*model.stem.parameters(), *model.sometimes.parameters()]
+    return [{"params": others}, {"params": late, "lr": 0.03}]
+
+
+def config_of(kind, precision="fp32", **options):
+    chosen = ps.TorchOptimizer(kind=kind, options={"lr": 0.1}, param_groups=two_groups)
+    base = {"device": "cpu", "device_memory": None, "chunk_size": 512}
+    return ps.Config(optimizer=chosen, precision=precision, **base | options)
+
+
+def batch(step):
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+def train(trainer, optimizer, steps=range(STEPS), update=False):
+    """Train with learning rates that change; return the losses and what the class wrote into its groups."""
+    results = []
+    for step in steps:
+        loss = mean_square(trainer(batch(step)))
+        trainer.backward(loss, update=update)
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.param_groups[step % 2]["lr"] *= 0.9
+        results.append(loss.detach().clone())
+        for group in optimizer.param_groups:
+            results += [torch.as_tensor(group[key]).clone() for key in ("lr", "step", "total") if key in group]
+    return results
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", EXACT, ids=lambda kind: kind.__name__)
+def test_a_class_that_counts_in_its_group_trains_exactly(kind, precision):
+    """Every chunk is evicted at each access."""
+    testing.compare(Branches, config_of(kind, precision), train)
+
+
+@pytest.mark.parametrize("where", ["delayed", "disk", "in backward"])
+def test_counts_are_those_of_the_step_wherever_and_whenever_its_update_runs(where, tmp_path):
+    disk = {"disk": ps.Disk(tmp_path, capacity="1MiB"), "host_memory": "64KiB"}
+    config = config_of(CountsInGroup, **{"delayed": {"update": ps.Delayed()}, "disk": disk}.get(where, {}))
+    testing.compare(Branches, config, partial(train, update=where == "in backward"))
+
+
+@pytest.mark.parametrize("kind", REFUSED, ids=lambda kind: kind.__name__)
+def test_a_class_that_couples_parameters_is_refused_by_name(kind):
+    with pytest.raises(ConfigError, match=kind.__name__) as caught:
+        ps.Config(optimizer=kind)
+    assert "\n" not in str(caught.value) and "ps.AdamW" in str(caught.value)
+
+
+@pytest.mark.parametrize("file", [True, False], ids=["engine.save", "state_dict"])
+@pytest.mark.parametrize("kind", EXACT[:2], ids=lambda kind: kind.__name__)
+def test_a_resumed_run_has_the_counts_and_bits_of_an_uninterrupted_one(kind, file, tmp_path):
+    def run(engine, first, last):
+        engine.module.calls = first
+        return train(engine, engine.optimizer, range(first, last))
+
+    torch.manual_seed(0)
+    whole = testing.stressed(Branches, config_of(kind))
+    run(whole, 0, SAVED_AFTER)
+    if file:
+        whole.save(tmp_path / "saved")
+    saved = whole.state_dict(), whole.optimizer.state_dict()
+    expected = run(whole, SAVED_AFTER, STEPS)
+    resumed = testing.stressed(Branches, config_of(kind))
+    run(resumed, 0, 1)  # with counts of its own, which are replaced
+    if file:
+        resumed.load(tmp_path / "saved")
+    else:
+        resumed.load_state_dict(saved[0])
+        resumed.optimizer.load_state_dict(saved[1])
+    testing.assert_same_bits(expected, run(resumed, SAVED_AFTER, STEPS), "losses and options of groups")
+    testing.assert_same_bits(whole.state_dict(), resumed.state_dict(), "parameters")
+    whole.close()
+    resumed.close()
+
+
+def test_a_skipped_step_counts_nothing():
+    engine = testing.stressed(Branches, config_of(CountsInGroup, "fp16"))
+    engine.backward(mean_square(engine(batch(0))) * 1e9)
+    engine.optimizer.step()
+    assert "step" not in engine.optimizer.param_groups[0]
+    engine.close()
+
+
+def test_a_group_that_a_parameter_changes_in_another_way_later_ends_training_by_name():
+    """A probe cannot see the hundredth step; the writes of each parameter are compared in every step."""
+
+    class Switches(Base):
+        def rate(self, group, params):
+            if group["step"] > 60 and params:
+                group["lr"] = float(params[0].grad.norm())
+            return 1.0
+
+    model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH))
+    engine, optimizer = ps.initialize(model, ps.Config(device="cpu", precision="fp32", optimizer=Switches))
+    with pytest.raises(ConfigError, match=r"Switches.*lr"):
+        for step in range(62):
+            engine.backward(mean_square(engine(batch(step))))
+            optimizer.step()
+    engine.close()
+
+
+class Modes(CountsInGroup):
+    """Updates in training mode only, as schedule-free classes do."""
+
+    def train(self):
+        for group in self.param_groups:
+            group["training"] = True
+
+    def eval(self):
+        raise NotImplementedError
+
+    def rate(self, group, params):
+        assert group["training"]
+        return 1.0
+
+
+def test_a_class_with_modes_trains_and_its_evaluation_is_refused_by_name():
+    testing.compare(Branches, config_of(Modes), train)
+    engine, optimizer = ps.initialize(Branches, config_of(Modes))
+    with pytest.raises(ConfigError, match=r"Modes\.eval"):
+        optimizer.eval()
+    engine.close()
