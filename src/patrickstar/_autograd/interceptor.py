@@ -26,7 +26,7 @@ from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.modes import managing
 from patrickstar._params.out_of_memory import run_with_retry
 from patrickstar._params.precision import tensors_in
-from patrickstar._params.tensor_subclass import descriptor, managed_param_of
+from patrickstar._params.tensor_subclass import ADDRESSES, descriptor, managed_param_of
 from patrickstar._schedule.tensor_state import TensorState
 from patrickstar._step.full_state import FullState
 from patrickstar._step.gradients import Gradients
@@ -38,7 +38,7 @@ _SET_DATA = descriptor("data").__set__
 _COPIED = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__}
 """Functions that expose memory outside PyTorch; they get a copy."""
 _ADD_HOOK = torch.Tensor.register_post_accumulate_grad_hook
-_SPECIAL = {torch.Tensor.view_as, _ADD_HOOK, _GET_GRAD, _SET_GRAD, _SET_DATA, torch.Tensor.detach} | _COPIED
+_SPECIAL = {torch.Tensor.view_as, _ADD_HOOK, _GET_GRAD, _SET_GRAD, _SET_DATA, torch.Tensor.detach} | _COPIED | ADDRESSES
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -59,6 +59,8 @@ class Interceptor:
         self.functions = CustomFunctions()
         self.listed: dict[ManagedParam, torch.Tensor] = {}
         """Entries of the state dict that a module is about to fill by `detach`, so that no parameter is fetched."""
+        self.addressed: tuple[ManagedParam, ...] = ()
+        """Parameters whose addresses were taken since the last operator. See [Note: addresses of parameters]."""
         self.release: weakref.finalize[Any, Any] | None = None
         """Closes the engine."""
 
@@ -119,6 +121,8 @@ class Interceptor:
         if len(tensors) > 1:
             managed_params = self._managed_params_of(tensors)
         if func in _SPECIAL:
+            if func in ADDRESSES:
+                return self._address(func, args, kwargs, managed_params)
             if func is torch.Tensor.view_as:
                 # A custom Function that returns its input, as `DTensor.from_local` does: the copy is not intercepted.
                 func, args = (torch.Tensor.clone, args[:1]) if args[0] is args[1] else (func, args)
@@ -142,6 +146,7 @@ class Interceptor:
         managed_params: tuple[ManagedParam, ...],
     ) -> Any:
         """Run an operator while its parameters are on the device."""
+        self.addressed = ()
         for managed in managed_params:
             if managed.on_host and not can_look_up_on_host(func, args, kwargs, managed):
                 self.data.move_embedding_to_device(managed)
@@ -161,6 +166,24 @@ class Interceptor:
             raise
         self._release(managed_params, suspended)
         return out
+
+    def _address(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], managed_params: Sequence[Any]
+    ) -> Any:
+        """Return an address, or something that has one, of parameters that stay on the device until the next operator.
+
+        See [Note: addresses of parameters].
+        """
+        for managed in managed_params:
+            if managed.on_host:
+                self.data.move_embedding_to_device(managed)
+        self._note(managed_params)
+        if not self._covers(managed_params):
+            self.addressed = tuple(dict.fromkeys((*self.addressed, *managed_params)))
+            with managing():
+                self.data.access(self.addressed, torch.is_grad_enabled() or self.in_backward, gently=self.in_backward)
+            self._end_uses(self.addressed, None)
+        return func(*args, **kwargs)
 
     def _managed_params_of(self, tensors: list[Any]) -> tuple[ManagedParam, ...]:
         """Return the parameters of an operator's managed tensors. Raises ModelError if one is another engine's."""

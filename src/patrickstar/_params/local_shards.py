@@ -10,17 +10,19 @@ from patrickstar._layout.schema import GRAD32, PARAM32
 from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.chunk_manager import ChunkManager
 from patrickstar._memory.defer_sigint import defer_sigint
+from patrickstar._memory.storage_guard import refuse_access
 from patrickstar._params.device_arithmetic import add_gradient, round_to_device
-from patrickstar._params.managed_param import ManagedParam
+from patrickstar._params.managed_param import ManagedParam, refusal
 from patrickstar._params.param_values import set_data
 from patrickstar._schedule.placement import Tier
 from patrickstar.errors import TrainingError
 
-# [Note: placeholders of evicted parameters]
-# The user's Parameter views its chunk's storage while the chunk is on the device. When the chunk is evicted, the
-# Parameter gets a placeholder of the same shape that expands a single NaN. Operators never see it, since they are
-# intercepted first; code that bypasses interception (native code given the tensor directly) computes NaN instead of
-# reading freed memory.
+# [Note: placeholders]
+# The user's Parameter views its chunk's storage while its values are there. When the chunk is evicted, or a gradient is
+# written over the values, the Parameter gets a placeholder of the same shape and of no memory. Operators never see it,
+# since they are intercepted first; code that bypasses interception gets an error that names the parameter, by the
+# storage's flag ([Note: storages that refuse to be read]). Where storages have no such flag, the placeholder expands a
+# single NaN.
 
 
 def follow_written(master: torch.Tensor, written: torch.Tensor, *, exactly: bool = False) -> None:
@@ -73,18 +75,28 @@ class LocalShards:
                     self._set_param_view(managed)
 
     def _set_param_view(self, managed: ManagedParam) -> None:
-        """See [Note: placeholders of evicted parameters]."""
+        """See [Note: placeholders]."""
         with torch._C.DisableTorchFunctionSubclass():
-            if managed.chunk.device_valid:
+            if managed.chunk.device_valid and not managed.state.overlays_param:
                 view = managed.current_device_view()
-            elif managed.stays_on_host:
+            elif managed.stays_on_host and not managed.state.overlays_param:
                 view = managed.chunk.on_host(managed.region)
             else:
-                view = self.placeholder(managed.chunk.dtype).expand(managed.shape)
+                view = self._absent_view(managed)
             set_data(managed, view)
 
+    def _absent_view(self, managed: ManagedParam) -> torch.Tensor:
+        """Return the placeholder of a parameter."""
+        if managed.absent_view is None:
+            one = torch.empty((), dtype=managed.chunk.dtype, device=self.manager.device)
+            managed.absent_view = one.expand(managed.shape)
+            one.untyped_storage().resize_(0)
+            if not refuse_access(one.untyped_storage(), refusal([managed.name], whole=True)):
+                managed.absent_view = self.placeholder(managed.chunk.dtype).expand(managed.shape)
+        return managed.absent_view
+
     def placeholder(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return the one-element tensor that evicted parameters expand: NaN, or zero for integers."""
+        """Return one element that stands for values that are lost or absent: NaN, or zero for integers."""
         if dtype not in self._placeholders:
             fill = float("nan") if dtype.is_floating_point else 0
             self._placeholders[dtype] = torch.full((), fill, dtype=dtype, device=self.manager.device)
@@ -150,6 +162,7 @@ class LocalShards:
         self.manager.mark_written(managed.shard_chunk, on_device=managed.shard_chunk.device_valid)
         managed.steps -= managed.state.update_pending
         managed.state.consume()
+        self._set_param_view(managed)
 
     @defer_sigint
     def follow_master(self, managed: ManagedParam) -> None:

@@ -14,7 +14,7 @@ from patrickstar._memory.defer_sigint import defer_sigint
 from patrickstar._memory.profiler_range import profiler_range
 from patrickstar._memory.tracer import Tracer
 from patrickstar._params.local_shards import LocalShards, follow_written
-from patrickstar._params.managed_param import ManagedParam, profiled_names
+from patrickstar._params.managed_param import ManagedParam, profiled_names, refusal
 from patrickstar._params.process_hooks import ProcessHooks
 from patrickstar._params.residency import Residency
 from patrickstar._params.save_in_progress import SaveInProgress
@@ -54,6 +54,7 @@ class ModelData(LocalShards, ProcessHooks):
         self.managed_params.append(managed)
         self.by_chunk.setdefault(managed.location.chunk, []).append(managed)
         managed.state.initialize()
+        managed.chunk.refusal = refusal([each.name for each in self.by_chunk[managed.location.chunk]], whole=False)
         self._set_param_view(managed)
 
     # Access and release (Algorithms 1 and 2)
@@ -267,6 +268,7 @@ class ModelData(LocalShards, ProcessHooks):
         version = managed.param._version
         self._write_gradient(managed, grad, add=grows)
         state.overlay(self.backward_id, version)
+        self._set_param_view(managed)
         if self.manager.timeline is not None:
             self.manager.timeline.holds_gradients(managed.location.chunk, True)
 
@@ -384,6 +386,7 @@ class ModelData(LocalShards, ProcessHooks):
         timeline = self.manager.timeline
         for managed in managed_params:
             managed.state.consume()
+            self._set_param_view(managed)
             if timeline is not None:
                 timeline.holds_gradients(managed.location.chunk, False)
 
@@ -397,3 +400,4 @@ class ModelData(LocalShards, ProcessHooks):
         self.restore_own(managed)
         torch._C._autograd._unsafe_set_version_counter((managed.param,), (managed.state.version_before,))
         managed.state.remove_overlay()
+        self._set_param_view(managed)

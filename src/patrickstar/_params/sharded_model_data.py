@@ -107,6 +107,7 @@ class ShardedModelData(OwnedShards):
         version = managed.param._version
         self._write_in_memory(managed, grad, add=state.overlays_param)
         state.overlay(self.backward_id, version)
+        self._set_param_view(managed)
         self._overlaid.add(managed.chunk.index)
 
     def fetch(self, chunks: Sequence[Chunk], *, gently: bool = False) -> None:

@@ -15,6 +15,14 @@ from patrickstar._params.managed_param import ManagedParam
 # cost nothing, unlike with a TorchFunctionMode, and no module needs a hook. A view of a parameter (`weight.t()`,
 # `.detach()`, `.chunk(3)`) that outlives its operator gets such a class too, so that later uses of the view are
 # intercepted as well.
+#
+# [Note: addresses of parameters]
+# Kernels that are started from Python (Triton's, those of ctypes and numba) ask a tensor for its address. Who asks may
+# also only compare addresses, to find tied weights; the two can't be told apart. So an address is that of values which
+# are on the device, and they stay there until the next operator on a parameter: a kernel gets all its addresses before
+# it is started, and later evictions are ordered behind it as behind an operator. Addresses that are taken together are
+# fetched together, and it is a BudgetError if they don't fit. A kernel in a custom Function reads saved parameters in
+# its backward by the same rule.
 
 _GETTERS = """
     shape dtype device requires_grad is_leaf grad_fn layout ndim _version _base is_cuda is_cpu is_meta is_sparse
@@ -22,9 +30,9 @@ _GETTERS = """
     _post_accumulate_grad_hooks
 """
 _METHODS = """
-    size dim numel nelement ndimension element_size is_floating_point is_complex is_signed data_ptr untyped_storage
-    get_device is_shared requires_grad_ register_hook retain_grad __hash__
-    __len__ _is_view storage_offset is_set_to  _typed_storage is_pinned is_inference
+    size dim numel nelement ndimension element_size is_floating_point is_complex is_signed
+    get_device requires_grad_ register_hook retain_grad __hash__
+    __len__ _is_view is_set_to is_inference
 """
 
 
@@ -39,6 +47,12 @@ METADATA |= {descriptor(name).__set__ for name in ("requires_grad", "_backward_h
 METADATA |= {torch.is_floating_point, torch.is_complex, torch.numel, torch.autograd.grad, torch.autograd.backward}
 METADATA |= {torch._has_compatible_shallow_copy_type}
 """Functions that query a parameter's metadata without reading its values."""
+ADDRESSES = {
+    descriptor(name)
+    for name in ("data_ptr", "untyped_storage", "_typed_storage", "storage_offset", "is_shared", "is_pinned")
+}
+"""Functions whose results are about the memory of the values. See [Note: addresses of parameters]."""
+_STRIDES = {torch.Tensor.stride, torch.Tensor.is_contiguous}
 
 
 class OperatorInterceptor(Protocol):
@@ -83,6 +97,8 @@ def _torch_function(
             _managed_tensors(kwargs.values(), tensors)
         if not tensors:
             return func(*args, **kwargs or {})
+        if func in _STRIDES:
+            return func(tensors[0]._with_strides(), *args[1:], **kwargs or {})
         return tensors[0]._interceptor.operate(func, args, kwargs or {}, tensors)
 
 
@@ -102,6 +118,10 @@ class ManagedTensor:
 
     __torch_function__: ClassVar[Any] = classmethod(_torch_function)
 
+    def _with_strides(self) -> Any:
+        """Return a tensor of the same shape and strides."""
+        return self
+
 
 class ChunkView(ManagedTensor, torch.Tensor):
     """View of a parameter's payload. Operators that take it are intercepted like those of the parameter."""
@@ -118,6 +138,9 @@ class ChunkParameter(ManagedTensor, nn.Parameter):
     """Class of the user's Parameter while it is managed. See [Note: operator interception]."""
 
     _is_whole = True
+
+    def _with_strides(self) -> torch.Tensor:
+        return self._managed_params[0].meta_tensor
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         copied: nn.Parameter = memo.setdefault(id(self), self._ordinary())
