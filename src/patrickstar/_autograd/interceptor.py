@@ -1,8 +1,6 @@
 """Fetch an operator's parameters before it runs, and again before its backward. See [Note: backward windows]."""
 
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +8,7 @@ from torch.autograd import Variable
 from torch.nn import functional as F
 
 from patrickstar._autograd.embedding_lookup import can_look_up_on_host, embedding_lookup
+from patrickstar._autograd.engine_closer import EngineCloser
 from patrickstar._autograd.gradient_hooks import GradientHooks
 from patrickstar._autograd.param_attributes import (
     WRITERS,
@@ -18,6 +17,7 @@ from patrickstar._autograd.param_attributes import (
     copied_in_full,
     is_own_data,
 )
+from patrickstar._autograd.transforms import run_on_copies
 from patrickstar._autograd.windows import CustomFunctions, GraphSnapshot, ModuleUse, Window
 from patrickstar._distributed.param_sharding import local_part
 from patrickstar._memory.defer_sigint import defer_sigint
@@ -31,7 +31,7 @@ from patrickstar._schedule.tensor_state import TensorState
 from patrickstar._step.full_state import FullState
 from patrickstar._step.gradients import Gradients
 from patrickstar._step.optimizer_in_backward import OptimizerInBackward
-from patrickstar.errors import BudgetError, DiskError, ModelError, MoveError, PeerError
+from patrickstar.errors import BudgetError, DiskError, ModelError, MoveError
 
 _GET_GRAD, _SET_GRAD = descriptor("grad").__get__, descriptor("grad").__set__
 _SET_DATA = descriptor("data").__set__
@@ -61,8 +61,7 @@ class Interceptor:
         """Entries of the state dict that a module is about to fill by `detach`, so that no parameter is fetched."""
         self.addressed: tuple[ManagedParam, ...] = ()
         """Parameters whose addresses were taken since the last operator. See [Note: addresses of parameters]."""
-        self.release: weakref.finalize[Any, Any] | None = None
-        """Closes the engine."""
+        self.closer = EngineCloser(optimizer_in_backward)
 
     @property
     def in_backward(self) -> bool:
@@ -84,34 +83,12 @@ class Interceptor:
             return self._operate(func, args, kwargs, tensors)
         except (DiskError, MoveError) as error:
             if not self.data.tracer.in_iteration_now:  # otherwise the engine's own call handles it
-                self.close_engine(error)
-            raise
-
-    def close_engine(self, error: BaseException) -> None:
-        """Close the engine after a disk or thread failure lost bytes of chunks."""
-        if self.release is not None and self.release.alive:
-            lost = self.release() or ()
-            # Without the other processes nothing can be read back, so that the names say nothing.
-            names = "" if isinstance(error, PeerError) or not lost else f": {', '.join(lost)}"
-            partly = [name for name in self.optimizer_in_backward.optimizer_step.updated_in_part if name not in lost]
-            error.add_note(
-                f"The engine is closed. {len(lost)} parameters could not be read back and are NaN{names}. "
-                + (f"{len(partly)} may be updated in part: {', '.join(partly)}. " if partly else "")
-                + "Continue from a saved state with a new engine."
-            )
-
-    @contextmanager
-    def close_on_data_loss(self) -> Iterator[None]:
-        """Free everything and close the engine if a failed disk or thread has lost bytes of chunks."""
-        try:
-            yield
-        except (DiskError, MoveError) as error:
-            self.close_engine(error)
+                self.closer.close_engine(error)
             raise
 
     def full_precision(self, managed: ManagedParam) -> torch.Tensor:
         """Return a host copy of a parameter in full precision; every process must call it."""
-        with self.close_on_data_loss():
+        with self.closer.close_on_data_loss():
             return self.full_state.read(managed, managed.full_kind)
 
     def _operate(
@@ -146,6 +123,8 @@ class Interceptor:
         managed_params: tuple[ManagedParam, ...],
     ) -> Any:
         """Run an operator while its parameters are on the device."""
+        if torch._C._are_functorch_transforms_active():
+            return run_on_copies(func, args, kwargs, self._operate_plainly)
         self.addressed = ()
         for managed in managed_params:
             if managed.on_host and not can_look_up_on_host(func, args, kwargs, managed):
@@ -204,7 +183,7 @@ class Interceptor:
         if managed_param_of(tensor) is not None and (func != _GET_GRAD or tensor.grad is None):
             with managing():
                 if func == _GET_GRAD:
-                    return self.gradient.read(managed, self)
+                    return self.gradient.read(managed, self.closer)
                 return self.gradient.assign(managed, tensor, args[1])
         return func(*args)
 
@@ -379,6 +358,11 @@ class Interceptor:
                 Variable._execution_engine.queue_callback(self.end_backward)
             self._close()
             self._open(window)
+
+    def end_iteration(self) -> None:
+        """Forget the graphs of an iteration before its step, which changes what they read."""
+        self.abandon()
+        self.functions.clear()
 
     def abandon(self) -> None:
         """Close the window that a failed backward outside `engine.backward` left open."""

@@ -90,9 +90,11 @@ class CustomFunctions:
         self._pending[number] = tuple(dict.fromkeys((*self._pending.get(number, ()), *managed_params)))
 
     def drain(self, loss: torch.Tensor) -> Iterator[tuple[Any, tuple[ManagedParam, ...]]]:
-        """Yield the nodes in the graph of `loss` whose parameters are recorded, and forget all parameters."""
-        pending, self._pending = self._pending, {}
-        seen, nodes = set(), [loss.grad_fn] if pending else []
+        """Yield the nodes in the graph of `loss` whose parameters are recorded, and forget these parameters.
+
+        Other losses of the same step may have graphs of their own.
+        """
+        seen, nodes = set(), [loss.grad_fn] if self._pending else []
         while nodes:
             node = nodes.pop()
             if node is None or node in seen:
@@ -100,12 +102,12 @@ class CustomFunctions:
             seen.add(node)
             nodes.extend(follower for follower, _ in node.next_functions)
             if isinstance(node, BackwardCFunction) and not isinstance(node, CheckpointFunction):
-                managed_params = pending.get(node._sequence_nr())
+                managed_params = self._pending.pop(node._sequence_nr(), None)
                 if managed_params is not None:
                     yield node, managed_params
 
     def clear(self) -> None:
-        """Forget all parameters, after an exception."""
+        """Forget all parameters, after an exception or before a step."""
         self._pending.clear()
 
 

@@ -1,0 +1,49 @@
+"""Operators inside transforms of torch.func, which read copies of parameters."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils._pytree import tree_map_only
+
+from patrickstar._params.tensor_subclass import ManagedTensor
+from patrickstar.errors import ModelError
+
+# [Note: transforms of torch.func]
+# Inside `grad`, `vmap`, `jvp` and the like, operators run several times, on tensors that wrap others, and their
+# backward is called with create_graph=True. Neither windows on its nodes nor the storages of its outputs say which
+# parameters are needed when. So an operator there gets a copy of each parameter, made outside of the transforms:
+# gradients reach the parameter through it, and it stays as long as the graph needs it. Derivatives of any order are
+# those of plain PyTorch; the price is the memory of the copies.
+
+
+def run_on_copies(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], operate: Callable[..., Any]
+) -> Any:
+    """Run an operator with a copy of each parameter, which `operate` makes. See [Note: transforms of torch.func].
+
+    Raises:
+        ModelError: The operator writes a parameter in place.
+    """
+    copies: list[torch.Tensor] = []
+
+    def copied(tensor: Any) -> torch.Tensor:
+        with temporarily_clear_interpreter_stack():
+            copies.append(operate(torch.Tensor.clone, (tensor,), {}, [tensor], tensor._managed_params))
+        return copies[-1]
+
+    copied_args, copied_kwargs = tree_map_only(ManagedTensor, copied, (args, kwargs))
+    versions = [tensor._version for tensor in copies]
+    out = func(*copied_args, **copied_kwargs)
+    if versions != [tensor._version for tensor in copies]:
+        names = [managed.name for tensor in (*args, *kwargs.values()) for managed in managed_params_of(tensor)]
+        raise ModelError(
+            f"{getattr(func, '__name__', func)} writes parameter {names[0]!r} inside a transform of torch.func, where "
+            f"parameters are read only: write it outside"
+        )
+    return out
+
+
+def managed_params_of(tensor: Any) -> Sequence[Any]:
+    return tensor._managed_params if isinstance(tensor, ManagedTensor) else ()
