@@ -17,7 +17,7 @@ from patrickstar._autograd.param_attributes import (
     copied_in_full,
     is_own_data,
 )
-from patrickstar._autograd.transforms import run_on_copies
+from patrickstar._autograd.transforms import run_on_copies, version_of
 from patrickstar._autograd.windows import CustomFunctions, GraphSnapshot, ModuleUse, Window
 from patrickstar._distributed.param_sharding import local_part
 from patrickstar._memory.defer_sigint import defer_sigint
@@ -26,7 +26,7 @@ from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.modes import managing
 from patrickstar._params.out_of_memory import run_with_retry
 from patrickstar._params.precision import tensors_in
-from patrickstar._params.tensor_subclass import ADDRESSES, descriptor, managed_param_of
+from patrickstar._params.tensor_subclass import ADDRESSES, descriptor, detached_view, managed_param_of
 from patrickstar._schedule.tensor_state import TensorState
 from patrickstar._step.full_state import FullState
 from patrickstar._step.gradients import Gradients
@@ -34,16 +34,12 @@ from patrickstar._step.optimizer_in_backward import OptimizerInBackward
 from patrickstar.errors import BudgetError, DiskError, ModelError, MoveError
 
 _GET_GRAD, _SET_GRAD = descriptor("grad").__get__, descriptor("grad").__set__
-_SET_DATA = descriptor("data").__set__
+_GET_DATA, _SET_DATA = descriptor("data").__get__, descriptor("data").__set__
 _COPIED = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__}
 """Functions that expose memory outside PyTorch; they get a copy."""
 _ADD_HOOK = torch.Tensor.register_post_accumulate_grad_hook
-_SPECIAL = {torch.Tensor.view_as, _ADD_HOOK, _GET_GRAD, _SET_GRAD, _SET_DATA, torch.Tensor.detach} | _COPIED | ADDRESSES
-
-
-def _version(tensor: torch.Tensor) -> int:
-    """Return the version counter, or -1 for tensors created in inference mode, which have none."""
-    return -1 if tensor.is_inference() else tensor._version
+_SPECIAL = {torch.Tensor.view_as, _ADD_HOOK, _GET_GRAD, _SET_GRAD, _GET_DATA, _SET_DATA, torch.Tensor.detach}
+_SPECIAL |= _COPIED | ADDRESSES
 
 
 class Interceptor:
@@ -108,10 +104,11 @@ class Interceptor:
                 return func(self.operate(torch.Tensor.clone, args[:1], {}, tensors), *args[1:], **kwargs)
             if func is _ADD_HOOK:
                 return self.gradient_hooks.add_before(managed_params[0], args, kwargs)
-            if func is not torch.Tensor.detach:
+            if func in (_GET_GRAD, _SET_GRAD, _SET_DATA):
                 return self._operate_attribute(func, args, managed_params[0])
             if managed_params[0] in self.listed and managed_param_of(tensors[0]) is not None:
                 return self.listed.pop(managed_params[0])
+            return detached_view(self._operate_plainly(func, args, kwargs, tensors, managed_params))
         return self._operate_plainly(func, args, kwargs, tensors, managed_params)
 
     def _operate_plainly(
@@ -203,13 +200,13 @@ class Interceptor:
             check_written_precision(func, args, tensors[0])
             if func is torch.Tensor.copy_:
                 args, copied = copied_in_full(args)
-        versions = [_version(tensor) for tensor in tensors]
+        versions = [version_of(tensor) for tensor in tensors]
         if func is F.embedding and managed_params[0].embedding:
             out = embedding_lookup(args, kwargs, managed_params[0], self.data.manager, self.gradient_hooks)
         else:
             out = run_with_retry(func, args, kwargs, managed_params[0], self.data)
-        if versions != [_version(tensor) for tensor in tensors]:
-            written = [t for t, version in zip(tensors, versions, strict=True) if _version(t) != version]
+        if versions != [version_of(tensor) for tensor in tensors]:
+            written = [t for t, version in zip(tensors, versions, strict=True) if version_of(t) != version]
             with managing():
                 for managed in dict.fromkeys(managed for tensor in written for managed in tensor._managed_params):
                     self.data.on_in_place_write(managed, copied)
@@ -263,8 +260,7 @@ class Interceptor:
 
         See [Note: recomputation inside a window].
         """
-        belongs = torch.is_grad_enabled() or self.in_backward
-        window = self.window
+        belongs, window = torch.is_grad_enabled() or self.in_backward, self.window
         self._note(managed_params)
         with managing():
             self.optimizer_in_backward.optimizer_step.complete(managed_params)

@@ -17,6 +17,7 @@ from torch import nn
 
 from patrickstar._autograd.interceptor import Interceptor
 from patrickstar._autograd.windows import ModuleUse
+from patrickstar._kernels.torch_optim_adapter import import_compiler
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.tensor_subclass import managed_param_of
 from patrickstar.errors import ModelError
@@ -36,6 +37,10 @@ def _is_of_experts(param: Any) -> bool:
     if managed is None or managed.sharding is None or not managed.is_dtensor:
         return False
     return managed.sharding.mixes_batches or len(managed.full_shape) > MATRIX_DIMS
+
+
+def _has_experts(module: nn.Module) -> bool:
+    return any(_is_of_experts(param) for param in module._parameters.values())
 
 
 def check_no_graphs(model: nn.Module) -> None:
@@ -58,6 +63,7 @@ def leave_to_python() -> None:
 
     Otherwise the compiler traces this package, and replays its accesses and transfers as they were in the first call.
     """
+    import_compiler()
     torch._dynamo.trace_rules.add(__name__.partition(".")[0])
 
 
@@ -151,9 +157,7 @@ class ModuleHooks:
                 self._hook(submodule)
             elif submodule._compiled_call_impl is not None:
                 self._wrap_call(submodule, submodule._compiled_call_impl)
-            elif isinstance(submodule, torch.jit.ScriptModule):
-                self._wrap_call(submodule, submodule._call_impl)
-            elif any(_is_of_experts(param) for param in submodule._parameters.values()):
+            elif isinstance(submodule, torch.jit.ScriptModule) or _has_experts(submodule):
                 self._wrap_call(submodule, submodule._call_impl)
             else:
                 continue

@@ -18,6 +18,11 @@ from patrickstar.errors import ModelError
 # those of plain PyTorch; the price is the memory of the copies.
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """Return the version counter, or -1 for tensors created in inference mode, which have none."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
 def run_on_copies(
     func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], operate: Callable[..., Any]
 ) -> Any:
@@ -27,23 +32,20 @@ def run_on_copies(
         ModelError: The operator writes a parameter in place.
     """
     copies: list[torch.Tensor] = []
+    names: list[str] = []
 
     def copied(tensor: Any) -> torch.Tensor:
+        names.append(tensor._managed_params[0].name)
         with temporarily_clear_interpreter_stack():
             copies.append(operate(torch.Tensor.clone, (tensor,), {}, [tensor], tensor._managed_params))
         return copies[-1]
 
     copied_args, copied_kwargs = tree_map_only(ManagedTensor, copied, (args, kwargs))
-    versions = [tensor._version for tensor in copies]
+    versions = [version_of(tensor) for tensor in copies]
     out = func(*copied_args, **copied_kwargs)
-    if versions != [tensor._version for tensor in copies]:
-        names = [managed.name for tensor in (*args, *kwargs.values()) for managed in managed_params_of(tensor)]
+    if versions != [version_of(tensor) for tensor in copies]:
         raise ModelError(
             f"{getattr(func, '__name__', func)} writes parameter {names[0]!r} inside a transform of torch.func, where "
             f"parameters are read only: write it outside"
         )
     return out
-
-
-def managed_params_of(tensor: Any) -> Sequence[Any]:
-    return tensor._managed_params if isinstance(tensor, ManagedTensor) else ()

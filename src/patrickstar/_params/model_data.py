@@ -68,9 +68,8 @@ class ModelData(LocalShards, ProcessHooks):
         if self.closed:
             raise TrainingError(f"parameter {managed_params[0].name!r} is used by a graph whose engine is closed")
         self._check_not_updated(managed_params)
-        if self.manager.hardware.has_gpu and (
-            with_gradients := [managed for managed in managed_params if managed.state.overlays_param]
-        ):
+        with_gradients = [managed for managed in managed_params if managed.state.overlays_param]
+        if with_gradients and self.manager.hardware.has_gpu:
             # The device moves evicted gradients out too: see [Note: lists on the host beside an accelerator].
             self.fetch(self.chunks_to_fetch(with_gradients), gently=gently)
         self.restore_params(managed_params)
@@ -313,11 +312,12 @@ class ModelData(LocalShards, ProcessHooks):
         of autograd are valid again. A gradient of an earlier backward is added to the gradient list; one of the
         running backward may still grow and is kept apart until that backward ends.
         """
-        if self.in_backward and managed.state.backward_id == self.backward_id:
+        may_grow = self.in_backward and managed.state.backward_id == self.backward_id
+        if may_grow:
             managed.state.expect_growth()
         self.check_restorable(managed)
         self.ensure_in_memory(managed)
-        if self.in_backward and managed.state.backward_id == self.backward_id:
+        if may_grow:
             managed.state.keep_partial(managed.payload().clone())
         else:
             self.list_gradient(managed)
@@ -325,11 +325,8 @@ class ModelData(LocalShards, ProcessHooks):
 
     def _check_not_updated(self, managed_params: Sequence[ManagedParam]) -> None:
         """See [Note: updating before backward has ended]."""
-        updated = [
-            managed
-            for managed in managed_params
-            if self.in_backward and managed.state.updated_in_backward == self.backward_id
-        ]
+        this_backward = self.backward_id if self.in_backward else None
+        updated = [each for each in managed_params if each.state.updated_in_backward == this_backward]
         for managed in updated:
             managed.state.expect_growth()
         if updated:

@@ -5,6 +5,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from patrickstar._params.managed_param import ManagedParam
 
@@ -132,6 +133,40 @@ class ChunkView(ManagedTensor, torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return plain_tensor(self).__reduce_ex__(protocol)
+
+
+def _torch_dispatch(
+    cls: Any, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+) -> Any:
+    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunctionSubclass():
+        tensors = _managed_tensors(args, [])
+        if kwargs:
+            _managed_tensors(kwargs.values(), tensors)
+        managed_params = dict.fromkeys(managed for tensor in tensors for managed in tensor._managed_params)
+        if all(managed.chunk.pins for managed in managed_params):  # the operator that Python called has fetched them
+            out = func(*args, **kwargs or {})
+        else:
+            out = tensors[0]._interceptor.operate(func, args, kwargs or {}, tensors)
+        return tree_map_only(ChunkView, detached_view, out)
+
+
+class DetachedView(ChunkView):
+    """Result of `detach` on a parameter. Operators on it are intercepted below autograd, too.
+
+    Transforms of torch.func wrap such tensors, as `functional_call` documents them for gradients of samples, and call
+    operators on them that Python does not see.
+    """
+
+    __torch_dispatch__ = classmethod(_torch_dispatch)  # type: ignore[assignment]
+
+
+def detached_view(view: Any) -> Any:
+    """Return a view whose operators are intercepted wherever they are called; anything else as it is."""
+    if type(view) is not ChunkView:
+        return view
+    detached: Any = torch.Tensor._make_subclass(DetachedView, view)
+    detached._managed_params, detached._interceptor = view._managed_params, view._interceptor
+    return detached
 
 
 class ChunkParameter(ManagedTensor, nn.Parameter):
