@@ -18,7 +18,7 @@ from patrickstar._autograd.param_attributes import (
     is_own_data,
 )
 from patrickstar._autograd.transforms import run_on_copies, version_of
-from patrickstar._autograd.windows import CustomFunctions, GraphSnapshot, ModuleUse, Window
+from patrickstar._autograd.windows import GraphSnapshot, HiddenNodes, ModuleUse, Window
 from patrickstar._distributed.param_sharding import local_part
 from patrickstar._memory.defer_sigint import defer_sigint
 from patrickstar._params.interception import adopt_parameter, adopt_view, intercept_parameter, let_through
@@ -52,7 +52,7 @@ class Interceptor:
         self.optimizer_in_backward = optimizer_in_backward
         self.gradient_hooks = GradientHooks(gradients, optimizer_in_backward)
         self.window: Window | None = None
-        self.functions = CustomFunctions()
+        self.hidden_nodes = HiddenNodes()
         self.listed: dict[ManagedParam, torch.Tensor] = {}
         """Entries of the state dict that a module is about to fill by `detach`, so that no parameter is fetched."""
         self.addressed: tuple[ManagedParam, ...] = ()
@@ -73,8 +73,10 @@ class Interceptor:
 
     # Operators
 
-    def operate(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], tensors: list[Any]) -> Any:
-        """Run an operator that takes managed tensors."""
+    def operate(self, func: Any, args: Any, kwargs: dict[str, Any], tensors: list[Any], native: bool = False) -> Any:
+        """Run an operator that takes managed tensors. `native`: native code has called it, and its node is not seen."""
+        if native and torch.is_grad_enabled() and not self.in_backward:
+            self.hidden_nodes.note(self._managed_params_of(tensors), native=True)
         try:
             return self._operate(func, args, kwargs, tensors)
         except (DiskError, MoveError) as error:
@@ -87,9 +89,7 @@ class Interceptor:
         with self.closer.close_on_data_loss():
             return self.full_state.read(managed, managed.full_kind)
 
-    def _operate(
-        self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], tensors: list[Any]
-    ) -> Any:
+    def _operate(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], tensors: list[Any]) -> Any:
         managed_params: tuple[ManagedParam, ...] = tensors[0]._managed_params
         if len(tensors) > 1:
             managed_params = self._managed_params_of(tensors)
@@ -288,11 +288,11 @@ class Interceptor:
     def _note(self, managed_params: Sequence[ManagedParam]) -> None:
         """Remember the parameters of an operator that may be inside a custom Function."""
         if self.data.tracer.in_iteration_now and not torch.is_grad_enabled() and not self.in_backward:
-            self.functions.note(managed_params)
+            self.hidden_nodes.note(managed_params)
 
     def open_function_windows(self, loss: torch.Tensor) -> None:
-        """Open windows before nodes of custom Functions that read parameters. See `CustomFunctions`."""
-        for node, managed_params in self.functions.drain(loss):
+        """Open windows before nodes of custom Functions that read parameters. See `HiddenNodes`."""
+        for node, managed_params in self.hidden_nodes.drain(loss):
             node.register_prehook(self._window_prehook(managed_params))
 
     def _window_prehook(self, managed_params: tuple[ManagedParam, ...]) -> Callable[[Any], None]:
@@ -358,7 +358,7 @@ class Interceptor:
     def end_iteration(self) -> None:
         """Forget the graphs of an iteration before its step, which changes what they read."""
         self.abandon()
-        self.functions.clear()
+        self.hidden_nodes.clear()
 
     def abandon(self) -> None:
         """Close the window that a failed backward outside `engine.backward` left open."""

@@ -7,7 +7,7 @@ import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._pytree import tree_map_only
 
-from patrickstar._params.tensor_subclass import ManagedTensor
+from patrickstar._params.tensor_subclass import ManagedTensor, descriptor
 from patrickstar.errors import ModelError
 
 # [Note: transforms of torch.func]
@@ -15,7 +15,7 @@ from patrickstar.errors import ModelError
 # backward is called with create_graph=True. Neither windows on its nodes nor the storages of its outputs say which
 # parameters are needed when. So an operator there gets a copy of each parameter, made outside of the transforms:
 # gradients reach the parameter through it, and it stays as long as the graph needs it. Derivatives of any order are
-# those of plain PyTorch; the price is the memory of the copies.
+# those of plain PyTorch; the price is the memory of the copies. Detached parameters are not copied: see `DetachedView`.
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -31,6 +31,9 @@ def run_on_copies(
     Raises:
         ModelError: The operator writes a parameter in place.
     """
+    if func in (torch.Tensor.detach, descriptor("data").__get__):
+        with temporarily_clear_interpreter_stack():
+            return operate(func, args, kwargs, [args[0]], args[0]._managed_params)
     copies: list[torch.Tensor] = []
     names: list[str] = []
 

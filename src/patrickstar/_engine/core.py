@@ -367,7 +367,7 @@ class EngineCore:
             raise
         except BaseException as error:
             self.interceptor.window = None
-            self.interceptor.functions.clear()
+            self.interceptor.hidden_nodes.clear()
             self.optimizer_in_backward.cancel()
             self.data.release_all()
             self.data.update_param_views()

@@ -19,10 +19,9 @@ from patrickstar.errors import TrainingError
 
 # [Note: placeholders]
 # The user's Parameter views its chunk's storage while its values are there. When the chunk is evicted, or a gradient is
-# written over the values, the Parameter gets a placeholder of the same shape and of no memory. Operators never see it,
-# since they are intercepted first; code that bypasses interception gets an error that names the parameter, by the
-# storage's flag ([Note: storages that refuse to be read]). Where storages have no such flag, the placeholder expands a
-# single NaN.
+# written over the values, the Parameter gets a placeholder of the same shape that expands a single NaN. Operators never
+# see it, since they are intercepted first; code that bypasses interception gets an error that names the parameter, by
+# the flag of the placeholder's storage ([Note: storages that refuse to be read]), or NaN where there is no such flag.
 
 
 def follow_written(master: torch.Tensor, written: torch.Tensor, *, exactly: bool = False) -> None:
@@ -82,18 +81,16 @@ class LocalShards:
             elif managed.stays_on_host and not managed.state.overlays_param:
                 view = managed.chunk.on_host(managed.region)
             else:
-                view = self._absent_view(managed)
+                view = managed.absent_view
             set_data(managed, view)
 
-    def _absent_view(self, managed: ManagedParam) -> torch.Tensor:
-        """Return the placeholder of a parameter."""
-        if managed.absent_view is None:
-            one = torch.empty((), dtype=managed.chunk.dtype, device=self.manager.device)
-            managed.absent_view = one.expand(managed.shape)
-            one.untyped_storage().resize_(0)
-            if not refuse_access(one.untyped_storage(), refusal([managed.name], whole=True)):
-                managed.absent_view = self.placeholder(managed.chunk.dtype).expand(managed.shape)
-        return managed.absent_view
+    def _prepare_refusals(self, managed: ManagedParam) -> None:
+        """Create a parameter's placeholder, and the errors of native code that reads it or views of its chunk."""
+        one = self.placeholder(managed.chunk.dtype).clone()
+        refuse_access(one.untyped_storage(), refusal([managed.name], whole=True))
+        managed.absent_view = one.expand(managed.shape)
+        names = [each.name for each in self.by_chunk[managed.location.chunk]]
+        managed.chunk.refusal = refusal(names, whole=False)
 
     def placeholder(self, dtype: torch.dtype) -> torch.Tensor:
         """Return one element that stands for values that are lost or absent: NaN, or zero for integers."""

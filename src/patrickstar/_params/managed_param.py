@@ -57,7 +57,7 @@ class ManagedParam:
     sharding: ParamSharding | None = None
     """With several processes: the part of the parameter that this process holds."""
     device_view: torch.Tensor | None = field(default=None, repr=False)
-    absent_view: torch.Tensor | None = field(default=None, repr=False)
+    absent_view: torch.Tensor = field(init=False, repr=False)
     """What the Parameter views while its values are not on the device. See [Note: placeholders]."""
 
     def __post_init__(self) -> None:

@@ -14,7 +14,7 @@ from patrickstar._memory.defer_sigint import defer_sigint
 from patrickstar._memory.profiler_range import profiler_range
 from patrickstar._memory.tracer import Tracer
 from patrickstar._params.local_shards import LocalShards, follow_written
-from patrickstar._params.managed_param import ManagedParam, profiled_names, refusal
+from patrickstar._params.managed_param import ManagedParam, profiled_names
 from patrickstar._params.process_hooks import ProcessHooks
 from patrickstar._params.residency import Residency
 from patrickstar._params.save_in_progress import SaveInProgress
@@ -54,7 +54,7 @@ class ModelData(LocalShards, ProcessHooks):
         self.managed_params.append(managed)
         self.by_chunk.setdefault(managed.location.chunk, []).append(managed)
         managed.state.initialize()
-        managed.chunk.refusal = refusal([each.name for each in self.by_chunk[managed.location.chunk]], whole=False)
+        self._prepare_refusals(managed)
         self._set_param_view(managed)
 
     # Access and release (Algorithms 1 and 2)

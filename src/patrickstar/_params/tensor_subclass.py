@@ -59,8 +59,8 @@ _STRIDES = {torch.Tensor.stride, torch.Tensor.is_contiguous}
 class OperatorInterceptor(Protocol):
     """Runs an operator while its parameters are on the device."""
 
-    def operate(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], tensors: list[Any]) -> Any:
-        """Run `func`, whose managed arguments are `tensors`."""
+    def operate(self, func: Any, args: Any, kwargs: dict[str, Any], tensors: list[Any], native: bool = False) -> Any:
+        """Run `func`, whose managed arguments are `tensors`. `native`: native code has called it, below autograd."""
 
     def full_precision(self, managed: ManagedParam) -> torch.Tensor:
         """Return a host copy of a parameter in full precision."""
@@ -146,7 +146,7 @@ def _torch_dispatch(
         if all(managed.chunk.pins for managed in managed_params):  # the operator that Python called has fetched them
             out = func(*args, **kwargs or {})
         else:
-            out = tensors[0]._interceptor.operate(func, args, kwargs or {}, tensors)
+            out = tensors[0]._interceptor.operate(func, args, kwargs or {}, tensors, native=True)
         return tree_map_only(ChunkView, detached_view, out)
 
 
