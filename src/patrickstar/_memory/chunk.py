@@ -31,7 +31,8 @@ class ResizableStorage:
         self.storage.resize_(self.nbytes)
 
     def free(self) -> None:
-        self.storage.resize_(0)
+        if self.storage.nbytes():  # otherwise it may refuse to be read
+            self.storage.resize_(0)
 
     def close(self) -> None:
         self.free()

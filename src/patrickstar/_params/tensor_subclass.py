@@ -159,10 +159,17 @@ class DetachedView(ChunkView):
 
     __torch_dispatch__ = classmethod(_torch_dispatch)  # type: ignore[assignment]
 
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = _torch_function(cls, func, types, args, kwargs)
+        return tree_map_only(ChunkView, detached_view, out) if type(out) in (ChunkView, tuple, list) else out
+
 
 def detached_view(view: Any) -> Any:
     """Return a view whose operators are intercepted wherever they are called; anything else as it is."""
-    if type(view) is not ChunkView:
+    if type(view) is not ChunkView or view.requires_grad:  # a new leaf's views have a graph
         return view
     detached: Any = torch.Tensor._make_subclass(DetachedView, view)
     detached._managed_params, detached._interceptor = view._managed_params, view._interceptor
