@@ -74,15 +74,19 @@ class LocalShards:
                     self._set_param_view(managed)
 
     def _set_param_view(self, managed: ManagedParam) -> None:
-        """See [Note: placeholders]."""
         with torch._C.DisableTorchFunctionSubclass():
-            if managed.chunk.device_valid and not managed.state.overlays_param:
+            self._show_values(managed)
+
+    @staticmethod
+    def _show_values(managed: ManagedParam) -> None:
+        """Point a Parameter at its values, if they are there, without interception. See [Note: placeholders]."""
+        view = managed.absent_view
+        if not managed.state.overlays_param:
+            if managed.chunk.device_valid:
                 view = managed.current_device_view()
-            elif managed.stays_on_host and not managed.state.overlays_param:
+            elif managed.stays_on_host:
                 view = managed.chunk.on_host(managed.region)
-            else:
-                view = managed.absent_view
-            set_data(managed, view)
+        set_data(managed, view)
 
     def _prepare_refusals(self, managed: ManagedParam) -> None:
         """Create a parameter's placeholder, and the errors of native code that reads it or views of its chunk."""

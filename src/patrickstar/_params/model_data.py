@@ -15,6 +15,7 @@ from patrickstar._memory.profiler_range import profiler_range
 from patrickstar._memory.tracer import Tracer
 from patrickstar._params.local_shards import LocalShards, follow_written
 from patrickstar._params.managed_param import ManagedParam, profiled_names
+from patrickstar._params.param_values import set_data
 from patrickstar._params.process_hooks import ProcessHooks
 from patrickstar._params.residency import Residency
 from patrickstar._params.save_in_progress import SaveInProgress
@@ -267,7 +268,7 @@ class ModelData(LocalShards, ProcessHooks):
         version = managed.param._version
         self._write_gradient(managed, grad, add=grows)
         state.overlay(self.backward_id, version)
-        self._set_param_view(managed)
+        set_data(managed, managed.absent_view)
         if self.manager.timeline is not None:
             self.manager.timeline.holds_gradients(managed.location.chunk, True)
 
@@ -312,8 +313,7 @@ class ModelData(LocalShards, ProcessHooks):
         of autograd are valid again. A gradient of an earlier backward is added to the gradient list; one of the
         running backward may still grow and is kept apart until that backward ends.
         """
-        may_grow = self.in_backward and managed.state.backward_id == self.backward_id
-        if may_grow:
+        if may_grow := self.in_backward and managed.state.backward_id == self.backward_id:
             managed.state.expect_growth()
         self.check_restorable(managed)
         self.ensure_in_memory(managed)
@@ -348,9 +348,8 @@ class ModelData(LocalShards, ProcessHooks):
     @defer_sigint
     def discard_gradients(self) -> None:
         """Discard all gradients, and restore the parameters that they replaced."""
-        for managed in self.managed_params:
-            if managed.state.has_any_gradient:
-                self.discard_gradient(managed)
+        for managed in [each for each in self.managed_params if each.state.has_any_gradient]:
+            self.discard_gradient(managed)
 
     @defer_sigint
     def discard_gradient(self, managed: ManagedParam) -> None:
@@ -381,11 +380,12 @@ class ModelData(LocalShards, ProcessHooks):
         """Mark parameters whose gradients an update has replaced by new values."""
         torch.autograd.graph.increment_version([managed.param for managed in managed_params])
         timeline = self.manager.timeline
-        for managed in managed_params:
-            managed.state.consume()
-            self._set_param_view(managed)
-            if timeline is not None:
-                timeline.holds_gradients(managed.location.chunk, False)
+        with torch._C.DisableTorchFunctionSubclass():
+            for managed in managed_params:
+                managed.state.consume()
+                self._show_values(managed)
+                if timeline is not None:
+                    timeline.holds_gradients(managed.location.chunk, False)
 
     @defer_sigint
     def ensure_in_memory(self, managed: ManagedParam) -> None:
