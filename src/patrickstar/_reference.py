@@ -192,7 +192,9 @@ class ReferenceTrainer:
             self.versions[param] = param._version
             self.masters[param] = source.to(master_dtype, copy=True) if param.is_floating_point() else source
         for module in self.module.modules():
-            module._buffers.update({k: b.to(self.device) for k, b in module._buffers.items() if b is not None})
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = buffer.to(self.device)
         self.trained = {param for param in self.masters if param.requires_grad}
         self.optimizer = optimizer(self)
 

@@ -1,8 +1,6 @@
 """Fetch an operator's parameters before it runs, and again before its backward. See [Note: backward windows]."""
 
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +8,7 @@ from torch.autograd import Variable
 from torch.nn import functional as F
 
 from patrickstar._autograd.embedding_lookup import can_look_up_on_host, embedding_lookup
+from patrickstar._autograd.engine_closer import EngineCloser
 from patrickstar._autograd.gradient_hooks import GradientHooks
 from patrickstar._autograd.param_attributes import (
     WRITERS,
@@ -18,7 +17,8 @@ from patrickstar._autograd.param_attributes import (
     copied_in_full,
     is_own_data,
 )
-from patrickstar._autograd.windows import CustomFunctions, GraphSnapshot, ModuleUse, Window
+from patrickstar._autograd.transforms import run_on_copies, version_of
+from patrickstar._autograd.windows import GraphSnapshot, HiddenNodes, ModuleUse, Window
 from patrickstar._distributed.param_sharding import local_part
 from patrickstar._memory.defer_sigint import defer_sigint
 from patrickstar._params.interception import adopt_parameter, adopt_view, intercept_parameter, let_through
@@ -26,24 +26,20 @@ from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.modes import managing
 from patrickstar._params.out_of_memory import run_with_retry
 from patrickstar._params.precision import tensors_in
-from patrickstar._params.tensor_subclass import descriptor, managed_param_of
+from patrickstar._params.tensor_subclass import ADDRESSES, descriptor, detached_view, managed_param_of
 from patrickstar._schedule.tensor_state import TensorState
 from patrickstar._step.full_state import FullState
 from patrickstar._step.gradients import Gradients
 from patrickstar._step.optimizer_in_backward import OptimizerInBackward
-from patrickstar.errors import BudgetError, DiskError, ModelError, MoveError, PeerError
+from patrickstar.errors import BudgetError, DiskError, ModelError, MoveError
 
 _GET_GRAD, _SET_GRAD = descriptor("grad").__get__, descriptor("grad").__set__
-_SET_DATA = descriptor("data").__set__
+_GET_DATA, _SET_DATA = descriptor("data").__get__, descriptor("data").__set__
 _COPIED = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__}
 """Functions that expose memory outside PyTorch; they get a copy."""
 _ADD_HOOK = torch.Tensor.register_post_accumulate_grad_hook
-_SPECIAL = {torch.Tensor.view_as, _ADD_HOOK, _GET_GRAD, _SET_GRAD, _SET_DATA, torch.Tensor.detach} | _COPIED
-
-
-def _version(tensor: torch.Tensor) -> int:
-    """Return the version counter, or -1 for tensors created in inference mode, which have none."""
-    return -1 if tensor.is_inference() else tensor._version
+_SPECIAL = {torch.Tensor.view_as, _ADD_HOOK, _GET_GRAD, _SET_GRAD, _GET_DATA, _SET_DATA, torch.Tensor.detach}
+_SPECIAL |= _COPIED | ADDRESSES
 
 
 class Interceptor:
@@ -56,11 +52,12 @@ class Interceptor:
         self.optimizer_in_backward = optimizer_in_backward
         self.gradient_hooks = GradientHooks(gradients, optimizer_in_backward)
         self.window: Window | None = None
-        self.functions = CustomFunctions()
+        self.hidden_nodes = HiddenNodes()
         self.listed: dict[ManagedParam, torch.Tensor] = {}
         """Entries of the state dict that a module is about to fill by `detach`, so that no parameter is fetched."""
-        self.release: weakref.finalize[Any, Any] | None = None
-        """Closes the engine."""
+        self.addressed: tuple[ManagedParam, ...] = ()
+        """Parameters whose addresses were taken since the last operator. See [Note: addresses of parameters]."""
+        self.closer = EngineCloser(optimizer_in_backward)
 
     @property
     def in_backward(self) -> bool:
@@ -76,49 +73,29 @@ class Interceptor:
 
     # Operators
 
-    def operate(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], tensors: list[Any]) -> Any:
-        """Run an operator that takes managed tensors."""
+    def operate(self, func: Any, args: Any, kwargs: dict[str, Any], tensors: list[Any], native: bool = False) -> Any:
+        """Run an operator that takes managed tensors. `native`: native code has called it, and its node is not seen."""
+        if native and torch.is_grad_enabled() and not self.in_backward:
+            self.hidden_nodes.note(self._managed_params_of(tensors), native=True)
         try:
             return self._operate(func, args, kwargs, tensors)
         except (DiskError, MoveError) as error:
             if not self.data.tracer.in_iteration_now:  # otherwise the engine's own call handles it
-                self.close_engine(error)
-            raise
-
-    def close_engine(self, error: BaseException) -> None:
-        """Close the engine after a disk or thread failure lost bytes of chunks."""
-        if self.release is not None and self.release.alive:
-            lost = self.release() or ()
-            # Without the other processes nothing can be read back, so that the names say nothing.
-            names = "" if isinstance(error, PeerError) or not lost else f": {', '.join(lost)}"
-            partly = [name for name in self.optimizer_in_backward.optimizer_step.updated_in_part if name not in lost]
-            error.add_note(
-                f"The engine is closed. {len(lost)} parameters could not be read back and are NaN{names}. "
-                + (f"{len(partly)} may be updated in part: {', '.join(partly)}. " if partly else "")
-                + "Continue from a saved state with a new engine."
-            )
-
-    @contextmanager
-    def close_on_data_loss(self) -> Iterator[None]:
-        """Free everything and close the engine if a failed disk or thread has lost bytes of chunks."""
-        try:
-            yield
-        except (DiskError, MoveError) as error:
-            self.close_engine(error)
+                self.closer.close_engine(error)
             raise
 
     def full_precision(self, managed: ManagedParam) -> torch.Tensor:
         """Return a host copy of a parameter in full precision; every process must call it."""
-        with self.close_on_data_loss():
+        with self.closer.close_on_data_loss():
             return self.full_state.read(managed, managed.full_kind)
 
-    def _operate(
-        self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], tensors: list[Any]
-    ) -> Any:
+    def _operate(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], tensors: list[Any]) -> Any:
         managed_params: tuple[ManagedParam, ...] = tensors[0]._managed_params
         if len(tensors) > 1:
             managed_params = self._managed_params_of(tensors)
         if func in _SPECIAL:
+            if func in ADDRESSES:
+                return self._address(func, args, kwargs, managed_params)
             if func is torch.Tensor.view_as:
                 # A custom Function that returns its input, as `DTensor.from_local` does: the copy is not intercepted.
                 func, args = (torch.Tensor.clone, args[:1]) if args[0] is args[1] else (func, args)
@@ -127,10 +104,11 @@ class Interceptor:
                 return func(self.operate(torch.Tensor.clone, args[:1], {}, tensors), *args[1:], **kwargs)
             if func is _ADD_HOOK:
                 return self.gradient_hooks.add_before(managed_params[0], args, kwargs)
-            if func is not torch.Tensor.detach:
+            if func in (_GET_GRAD, _SET_GRAD, _SET_DATA):
                 return self._operate_attribute(func, args, managed_params[0])
             if managed_params[0] in self.listed and managed_param_of(tensors[0]) is not None:
                 return self.listed.pop(managed_params[0])
+            return detached_view(self._operate_plainly(func, args, kwargs, tensors, managed_params))
         return self._operate_plainly(func, args, kwargs, tensors, managed_params)
 
     def _operate_plainly(
@@ -142,6 +120,9 @@ class Interceptor:
         managed_params: tuple[ManagedParam, ...],
     ) -> Any:
         """Run an operator while its parameters are on the device."""
+        if torch._C._are_functorch_transforms_active():
+            return run_on_copies(func, args, kwargs, self._operate_plainly)
+        self.addressed = ()
         for managed in managed_params:
             if managed.on_host and not can_look_up_on_host(func, args, kwargs, managed):
                 self.data.move_embedding_to_device(managed)
@@ -162,6 +143,24 @@ class Interceptor:
         self._release(managed_params, suspended)
         return out
 
+    def _address(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], managed_params: Sequence[Any]
+    ) -> Any:
+        """Return an address, or something that has one, of parameters that stay on the device until the next operator.
+
+        See [Note: addresses of parameters].
+        """
+        for managed in managed_params:
+            if managed.on_host:
+                self.data.move_embedding_to_device(managed)
+        self._note(managed_params)
+        if not self._covers(managed_params):
+            self.addressed = tuple(dict.fromkeys((*self.addressed, *managed_params)))
+            with managing():
+                self.data.access(self.addressed, torch.is_grad_enabled() or self.in_backward, gently=self.in_backward)
+            self._end_uses(self.addressed, None)
+        return func(*args, **kwargs)
+
     def _managed_params_of(self, tensors: list[Any]) -> tuple[ManagedParam, ...]:
         """Return the parameters of an operator's managed tensors. Raises ModelError if one is another engine's."""
         managed_params = tuple(dict.fromkeys(managed for tensor in tensors for managed in tensor._managed_params))
@@ -181,7 +180,7 @@ class Interceptor:
         if managed_param_of(tensor) is not None and (func != _GET_GRAD or tensor.grad is None):
             with managing():
                 if func == _GET_GRAD:
-                    return self.gradient.read(managed, self)
+                    return self.gradient.read(managed, self.closer)
                 return self.gradient.assign(managed, tensor, args[1])
         return func(*args)
 
@@ -201,13 +200,13 @@ class Interceptor:
             check_written_precision(func, args, tensors[0])
             if func is torch.Tensor.copy_:
                 args, copied = copied_in_full(args)
-        versions = [_version(tensor) for tensor in tensors]
+        versions = [version_of(tensor) for tensor in tensors]
         if func is F.embedding and managed_params[0].embedding:
             out = embedding_lookup(args, kwargs, managed_params[0], self.data.manager, self.gradient_hooks)
         else:
             out = run_with_retry(func, args, kwargs, managed_params[0], self.data)
-        if versions != [_version(tensor) for tensor in tensors]:
-            written = [t for t, version in zip(tensors, versions, strict=True) if _version(t) != version]
+        if versions != [version_of(tensor) for tensor in tensors]:
+            written = [t for t, version in zip(tensors, versions, strict=True) if version_of(t) != version]
             with managing():
                 for managed in dict.fromkeys(managed for tensor in written for managed in tensor._managed_params):
                     self.data.on_in_place_write(managed, copied)
@@ -261,8 +260,7 @@ class Interceptor:
 
         See [Note: recomputation inside a window].
         """
-        belongs = torch.is_grad_enabled() or self.in_backward
-        window = self.window
+        belongs, window = torch.is_grad_enabled() or self.in_backward, self.window
         self._note(managed_params)
         with managing():
             self.optimizer_in_backward.optimizer_step.complete(managed_params)
@@ -290,11 +288,11 @@ class Interceptor:
     def _note(self, managed_params: Sequence[ManagedParam]) -> None:
         """Remember the parameters of an operator that may be inside a custom Function."""
         if self.data.tracer.in_iteration_now and not torch.is_grad_enabled() and not self.in_backward:
-            self.functions.note(managed_params)
+            self.hidden_nodes.note(managed_params)
 
     def open_function_windows(self, loss: torch.Tensor) -> None:
-        """Open windows before nodes of custom Functions that read parameters. See `CustomFunctions`."""
-        for node, managed_params in self.functions.drain(loss):
+        """Open windows before nodes of custom Functions that read parameters. See `HiddenNodes`."""
+        for node, managed_params in self.hidden_nodes.drain(loss):
             node.register_prehook(self._window_prehook(managed_params))
 
     def _window_prehook(self, managed_params: tuple[ManagedParam, ...]) -> Callable[[Any], None]:
@@ -356,6 +354,11 @@ class Interceptor:
                 Variable._execution_engine.queue_callback(self.end_backward)
             self._close()
             self._open(window)
+
+    def end_iteration(self) -> None:
+        """Forget the graphs of an iteration before its step, which changes what they read."""
+        self.abandon()
+        self.hidden_nodes.clear()
 
     def abandon(self) -> None:
         """Close the window that a failed backward outside `engine.backward` left open."""

@@ -1,14 +1,15 @@
 """Hooks of an engine on the user's modules: full-precision state dicts, and windows around module calls.
 
 Modules whose operators can't be intercepted get one window around the whole call. These are modules under
-`torch.compile`, which traces through operators, and PyTorch's attention layers in inference, which take a code path
-with different bits if an argument has `__torch_function__`. So do experts that are shared out over processes: which of
-their operators run depends on the tokens, and linked processes make the same accesses ([Note: linked processes]).
+`torch.compile`, which traces through operators, those of TorchScript, whose operators Python does not call, and
+PyTorch's attention layers in inference, which take a code path with different bits if an argument has
+`__torch_function__`. So do experts that are shared out over processes: which of their operators run depends on the
+tokens, and linked processes make the same accesses ([Note: linked processes]).
 """
 
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 
 from patrickstar._autograd.interceptor import Interceptor
 from patrickstar._autograd.windows import ModuleUse
+from patrickstar._kernels.torch_optim_adapter import import_compiler
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.tensor_subclass import managed_param_of
 from patrickstar.errors import ModelError
@@ -37,6 +39,10 @@ def _is_of_experts(param: Any) -> bool:
     return managed.sharding.mixes_batches or len(managed.full_shape) > MATRIX_DIMS
 
 
+def _has_experts(module: nn.Module) -> bool:
+    return any(_is_of_experts(param) for param in module._parameters.values())
+
+
 def check_no_graphs(model: nn.Module) -> None:
     """Raise ModelError if a module is compiled to CUDA graphs, which would read parameters where chunks were before."""
     for name, module in model.named_modules():
@@ -49,6 +55,16 @@ def check_no_graphs(model: nn.Module) -> None:
                 f"parameters at fixed addresses, and the engine moves them: compile it without a mode, or with "
                 f"mode='max-autotune-no-cudagraphs'"
             )
+
+
+@cache
+def leave_to_python() -> None:
+    """Let functions under `torch.compile` that take a parameter stop at its operators, which then run in Python.
+
+    Otherwise the compiler traces this package, and replays its accesses and transfers as they were in the first call.
+    """
+    import_compiler()
+    torch._dynamo.trace_rules.add(__name__.partition(".")[0])
 
 
 def _input_shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
@@ -106,6 +122,7 @@ class ModuleHooks:
     ) -> None:
         self.interceptor = interceptor
         self.before_state_dict, self.after_state_dict = before_state_dict, after_state_dict
+        leave_to_python()
         self._undo: list[Callable[[], None]] = []
         self._hooked: set[nn.Module] = set()
         self._saved: set[nn.Module] = set()
@@ -122,11 +139,12 @@ class ModuleHooks:
         for submodule in module.modules():
             if submodule._parameters and submodule not in self._saved:
                 before, after = EngineHook(self.before_state_dict), EngineHook(self.after_state_dict)
-                self._undo.append(submodule.register_state_dict_pre_hook(before).remove)
-                self._undo.append(submodule._register_state_dict_hook(after).remove)
+                # Of the base class, since script modules refuse to register hooks that they then run.
+                self._undo.append(nn.Module.register_state_dict_pre_hook(submodule, before).remove)
+                self._undo.append(nn.Module._register_state_dict_hook(submodule, after).remove)
                 self._saved.add(submodule)
                 self._keep_layout(submodule)
-                if self.interceptor.data.world.size > 1:
+                if self.interceptor.data.world.size > 1 and not isinstance(submodule, torch.jit.ScriptModule):
                     self._wrap_apply(submodule)
             if callable(getattr(submodule, "generate", None)) and submodule not in self._generating:
                 self._hook_generation(submodule)
@@ -139,7 +157,7 @@ class ModuleHooks:
                 self._hook(submodule)
             elif submodule._compiled_call_impl is not None:
                 self._wrap_call(submodule, submodule._compiled_call_impl)
-            elif any(_is_of_experts(param) for param in submodule._parameters.values()):
+            elif isinstance(submodule, torch.jit.ScriptModule) or _has_experts(submodule):
                 self._wrap_call(submodule, submodule._call_impl)
             else:
                 continue
@@ -183,9 +201,9 @@ class ModuleHooks:
 
     def _wrap_call(self, module: nn.Module, call: Callable[..., Any]) -> None:
         """Wrap the call with its hooks, in which a module may exchange tokens: `module.compile()` compiles them too."""
-        compiled = module._compiled_call_impl
-        module._compiled_call_impl = lambda *args, **kwargs: self._in_window(module, call, args, kwargs)
-        self._undo.append(lambda: setattr(module, "_compiled_call_impl", compiled))
+        attributes, compiled = vars(module), module._compiled_call_impl  # a traced module has attributes elsewhere, too
+        attributes["_compiled_call_impl"] = lambda *args, **kwargs: self._in_window(module, call, args, kwargs)
+        self._undo.append(lambda: attributes.update(_compiled_call_impl=compiled))
 
     def _wrap_forward(self, layer: nn.Module) -> None:
         """Wrap `forward` of a layer that takes a fast path in inference.

@@ -73,40 +73,47 @@ class GraphSnapshot(NamedTuple):
             nodes.extend(follower for follower, _ in node.next_functions if follower is not None)
 
 
-class CustomFunctions:
-    """Parameters that were read inside custom Functions, by the sequence number of the Function's node.
+class HiddenNodes:
+    """Parameters that were read by nodes which no interception has seen, by the sequence number of the node.
 
-    `Function.apply` is not intercepted. Under checkpointing the tensors that such a Function saved are recomputed as
+    These are nodes of custom Functions, since `Function.apply` is not intercepted, and of operators that native code
+    calls on a `DetachedView`. Under checkpointing the tensors that such a Function saved are recomputed as
     plain tensors, whose operators are not intercepted either. Nodes of reentrant checkpointing are left out: what they
     recompute is intercepted.
     """
 
     def __init__(self) -> None:
         self._pending: dict[int, tuple[ManagedParam, ...]] = {}
+        self._native: set[int] = set()
 
-    def note(self, managed_params: Sequence[ManagedParam]) -> None:
-        """Record parameters of an operator that runs without grad in a forward."""
-        number = torch._C._autograd._get_sequence_nr() - 1  # the Function's node was created last
+    def note(self, managed_params: Sequence[ManagedParam], *, native: bool = False) -> None:
+        """Record parameters of an operator that runs without grad, or below autograd (`native`), in a forward."""
+        number = torch._C._autograd._get_sequence_nr() - 1  # the node was created last
         self._pending[number] = tuple(dict.fromkeys((*self._pending.get(number, ()), *managed_params)))
+        if native:
+            self._native.add(number)
 
     def drain(self, loss: torch.Tensor) -> Iterator[tuple[Any, tuple[ManagedParam, ...]]]:
-        """Yield the nodes in the graph of `loss` whose parameters are recorded, and forget all parameters."""
-        pending, self._pending = self._pending, {}
-        seen, nodes = set(), [loss.grad_fn] if pending else []
+        """Yield the nodes in the graph of `loss` whose parameters are recorded, and forget these parameters.
+
+        Other losses of the same step may have graphs of their own.
+        """
+        seen, nodes = set(), [loss.grad_fn] if self._pending else []
         while nodes:
             node = nodes.pop()
             if node is None or node in seen:
                 continue
             seen.add(node)
             nodes.extend(follower for follower, _ in node.next_functions)
-            if isinstance(node, BackwardCFunction) and not isinstance(node, CheckpointFunction):
-                managed_params = pending.get(node._sequence_nr())
-                if managed_params is not None:
-                    yield node, managed_params
+            number = node._sequence_nr()
+            is_function = isinstance(node, BackwardCFunction) and not isinstance(node, CheckpointFunction)
+            if number in self._pending and (is_function or number in self._native):
+                yield node, self._pending.pop(number)
 
     def clear(self) -> None:
-        """Forget all parameters, after an exception."""
+        """Forget all parameters, after an exception or before a step."""
         self._pending.clear()
+        self._native.clear()
 
 
 @dataclass(eq=False, slots=True)

@@ -185,7 +185,7 @@ class EngineCore:
             self.module_hooks.replace_method(self.module, "save_pretrained", method)
         self.release = weakref.finalize(self, release, self.interceptor, self.module_hooks, self.model_state)
         self.release.atexit = False
-        self.interceptor.release = self.release
+        self.interceptor.closer.release = self.release
         self.averaged = False
         """True while the parameters are exchanged for their moving averages."""
         self._structure: ModelStructure | None = None
@@ -217,7 +217,7 @@ class EngineCore:
         self.check_not_averaged("a step")
         self.manager.begin_phase("step")
         self.background_save.poll()
-        self.interceptor.abandon()
+        self.interceptor.end_iteration()
         self.data.residency.end()
         self._inputs = None
         if self.tracer.end_iteration():
@@ -351,7 +351,7 @@ class EngineCore:
         """Free everything and close the engine if a failed disk or thread has lost bytes of chunks."""
         grad = torch.is_grad_enabled()
         try:
-            with self.interceptor.close_on_data_loss():
+            with self.interceptor.closer.close_on_data_loss():
                 yield
         except KeyboardInterrupt:
             torch.set_grad_enabled(grad)  # the signal may have interrupted the exit of a `no_grad`
@@ -367,7 +367,7 @@ class EngineCore:
             raise
         except BaseException as error:
             self.interceptor.window = None
-            self.interceptor.functions.clear()
+            self.interceptor.hidden_nodes.clear()
             self.optimizer_in_backward.cancel()
             self.data.release_all()
             self.data.update_param_views()

@@ -32,12 +32,12 @@ class ListElements:
         return self._managed.steps, self._managed.param._version, self._interceptor.full_state.writes
 
     def read(self, out: torch.Tensor | None = None) -> torch.Tensor:
-        with self._interceptor.close_on_data_loss():
+        with self._interceptor.closer.close_on_data_loss():
             return self._interceptor.full_state.read(self._managed, self._kind, out)
 
     def write(self, value: torch.Tensor) -> None:
         self._interceptor.optimizer_in_backward.check_inactive("writing a state")
-        with self._interceptor.close_on_data_loss():
+        with self._interceptor.closer.close_on_data_loss():
             self._interceptor.full_state.write(self._managed, self._kind, value)
 
 

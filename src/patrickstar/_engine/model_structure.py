@@ -8,12 +8,19 @@ from patrickstar._distributed.param_sharding import is_dtensor
 from patrickstar._params.tensor_subclass import managed_param_of
 
 
+def _attributes_of(module: nn.Module) -> dict[str, Any]:
+    attributes = vars(module)
+    if "_modules" in attributes:
+        return attributes
+    return {"_modules": module._modules, "_parameters": module._parameters}  # of a traced module, which C++ holds
+
+
 class ModelStructure:
     """Modules of a model, their children, parameters and compiled calls, and which parameters are frozen."""
 
     def __init__(self, model: nn.Module) -> None:
         # The attributes of each module, without the search that `nn.Module` does.
-        self._attributes = [vars(module) for module in model.modules()]
+        self._attributes = [_attributes_of(module) for module in model.modules()]
         self._frozen = [param for param in model.parameters() if not param.requires_grad]
         self._dtensors = [param for param in model.parameters() if is_dtensor(param)]
         self._parts = self._current_parts()

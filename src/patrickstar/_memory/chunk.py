@@ -8,6 +8,7 @@ import torch
 
 from patrickstar._layout.schema import ITEMSIZE
 from patrickstar._memory.host_arena import ArenaBlock
+from patrickstar._memory.storage_guard import allow_access, refuse_access
 from patrickstar._memory.transfer import Transfer
 from patrickstar._memory.vm_pool import PagePool, VMRange
 from patrickstar._schedule.placement import Tier
@@ -30,7 +31,8 @@ class ResizableStorage:
         self.storage.resize_(self.nbytes)
 
     def free(self) -> None:
-        self.storage.resize_(0)
+        if self.storage.nbytes():  # otherwise it may refuse to be read
+            self.storage.resize_(0)
 
     def close(self) -> None:
         self.free()
@@ -91,6 +93,11 @@ class Chunk:
         self.memory = device_memory(self.nbytes, device, page_pool)
         self.storage = self.memory.storage
         self.device_resident = False
+        self.refusal = ""
+        """Error of native code that reads a view of it without device memory, if views leave the engine.
+
+        See [Note: storages that refuse to be read].
+        """
         self._host: torch.Tensor | None = None
         self._device_flats: dict[tuple[int, int], torch.Tensor] = {}
         self._host_flats: dict[tuple[int, int], torch.Tensor] = {}
@@ -248,6 +255,8 @@ class Chunk:
         return Region(0, (self.numel,), (1,))
 
     def allocate_device(self) -> None:
+        if self.refusal:
+            allow_access(self.storage)
         self.memory.allocate()
         self.device_resident = True
 
@@ -256,6 +265,8 @@ class Chunk:
         if poison:
             fill_poison(self.on_device(self.whole))
         self.memory.free()
+        if self.refusal:
+            refuse_access(self.storage, self.refusal)
         self.device_resident = self.device_valid = False
 
 

@@ -107,16 +107,8 @@ class CpuAllocator:
 @cache
 def cpu_allocator() -> CpuAllocator | None:
     """Return the process's allocator, installed at the first call; None, after a warning, if that is impossible."""
-    try:
-        library = ctypes.CDLL(str(_compiled()))
-    except (OSError, subprocess.SubprocessError) as error:
-        reason = getattr(error, "stderr", None) or error
-        warnings.warn(
-            f"tensors on the CPU can't be counted exactly, and the memory of the whole process is measured instead, "
-            f"which is slower and includes freed memory: {str(reason).strip()[-500:]}. Install a C++ compiler (g++) "
-            f"or set CXX",
-            stacklevel=2,
-        )
+    library = native_library()
+    if library is None:
         return None
     if not library.patrickstar_install():
         warnings.warn(
@@ -126,6 +118,22 @@ def cpu_allocator() -> CpuAllocator | None:
         )
         return None
     return CpuAllocator(library)
+
+
+@cache
+def native_library() -> ctypes.CDLL | None:
+    """Return the library that uses PyTorch's C++ interface; None, after a warning, if it can't be compiled."""
+    try:
+        return ctypes.CDLL(str(_compiled()))
+    except (OSError, subprocess.SubprocessError) as error:
+        reason = getattr(error, "stderr", None) or error
+        warnings.warn(
+            f"tensors on the CPU can't be counted exactly, and the memory of the whole process is measured instead, "
+            f"which is slower and includes freed memory: {str(reason).strip()[-500:]}. Nor can parameters that are "
+            f"not on the device refuse to be read by native code. Install a C++ compiler (g++) or set CXX",
+            stacklevel=2,
+        )
+        return None
 
 
 def _compiled() -> Path:

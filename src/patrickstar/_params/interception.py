@@ -6,7 +6,7 @@ from torch import nn
 
 from patrickstar._distributed.param_sharding import is_dtensor
 from patrickstar._params.managed_param import ManagedParam
-from patrickstar._params.tensor_subclass import ChunkParameter, ChunkView, OperatorInterceptor
+from patrickstar._params.tensor_subclass import ChunkParameter, ChunkView, DetachedView, OperatorInterceptor
 
 
 def adopt_parameter(managed: ManagedParam, interceptor: OperatorInterceptor) -> None:
@@ -44,6 +44,8 @@ def release_parameter(managed: ManagedParam) -> None:
 
 def adopt_view(tensor: Any, managed_params: tuple[ManagedParam, ...], interceptor: OperatorInterceptor) -> None:
     """Start to intercept operators on a view of managed parameters."""
+    if isinstance(tensor, DetachedView):
+        return
     if is_dtensor(tensor):
         from patrickstar._params.dtensor import ChunkDTensorView
 

@@ -10,17 +10,18 @@ from patrickstar._layout.schema import GRAD32, PARAM32
 from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.chunk_manager import ChunkManager
 from patrickstar._memory.defer_sigint import defer_sigint
+from patrickstar._memory.storage_guard import refuse_access
 from patrickstar._params.device_arithmetic import add_gradient, round_to_device
-from patrickstar._params.managed_param import ManagedParam
+from patrickstar._params.managed_param import ManagedParam, refusal
 from patrickstar._params.param_values import set_data
 from patrickstar._schedule.placement import Tier
 from patrickstar.errors import TrainingError
 
-# [Note: placeholders of evicted parameters]
-# The user's Parameter views its chunk's storage while the chunk is on the device. When the chunk is evicted, the
-# Parameter gets a placeholder of the same shape that expands a single NaN. Operators never see it, since they are
-# intercepted first; code that bypasses interception (native code given the tensor directly) computes NaN instead of
-# reading freed memory.
+# [Note: placeholders]
+# The user's Parameter views its chunk's storage while its values are there. When the chunk is evicted, or a gradient is
+# written over the values, the Parameter gets a placeholder of the same shape that expands a single NaN. Operators never
+# see it, since they are intercepted first; code that bypasses interception gets an error that names the parameter, by
+# the flag of the placeholder's storage ([Note: storages that refuse to be read]), or NaN where there is no such flag.
 
 
 def follow_written(master: torch.Tensor, written: torch.Tensor, *, exactly: bool = False) -> None:
@@ -73,18 +74,30 @@ class LocalShards:
                     self._set_param_view(managed)
 
     def _set_param_view(self, managed: ManagedParam) -> None:
-        """See [Note: placeholders of evicted parameters]."""
         with torch._C.DisableTorchFunctionSubclass():
+            self._show_values(managed)
+
+    @staticmethod
+    def _show_values(managed: ManagedParam) -> None:
+        """Point a Parameter at its values, if they are there, without interception. See [Note: placeholders]."""
+        view = managed.absent_view
+        if not managed.state.overlays_param:
             if managed.chunk.device_valid:
                 view = managed.current_device_view()
             elif managed.stays_on_host:
                 view = managed.chunk.on_host(managed.region)
-            else:
-                view = self.placeholder(managed.chunk.dtype).expand(managed.shape)
-            set_data(managed, view)
+        set_data(managed, view)
+
+    def _prepare_refusals(self, managed: ManagedParam) -> None:
+        """Create a parameter's placeholder, and the errors of native code that reads it or views of its chunk."""
+        one = self.placeholder(managed.chunk.dtype).clone()
+        refuse_access(one.untyped_storage(), refusal([managed.name], whole=True))
+        managed.absent_view = one.expand(managed.shape)
+        names = [each.name for each in self.by_chunk[managed.location.chunk]]
+        managed.chunk.refusal = refusal(names, whole=False)
 
     def placeholder(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return the one-element tensor that evicted parameters expand: NaN, or zero for integers."""
+        """Return one element that stands for values that are lost or absent: NaN, or zero for integers."""
         if dtype not in self._placeholders:
             fill = float("nan") if dtype.is_floating_point else 0
             self._placeholders[dtype] = torch.full((), fill, dtype=dtype, device=self.manager.device)
@@ -150,6 +163,7 @@ class LocalShards:
         self.manager.mark_written(managed.shard_chunk, on_device=managed.shard_chunk.device_valid)
         managed.steps -= managed.state.update_pending
         managed.state.consume()
+        self._set_param_view(managed)
 
     @defer_sigint
     def follow_master(self, managed: ManagedParam) -> None:

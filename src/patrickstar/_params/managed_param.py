@@ -1,8 +1,9 @@
 """One parameter of the user's model, its location in the chunks and its training state."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -56,6 +57,8 @@ class ManagedParam:
     sharding: ParamSharding | None = None
     """With several processes: the part of the parameter that this process holds."""
     device_view: torch.Tensor | None = field(default=None, repr=False)
+    absent_view: torch.Tensor = field(init=False, repr=False)
+    """What the Parameter views while its values are not on the device. See [Note: placeholders]."""
 
     def __post_init__(self) -> None:
         self.state = ParamState(self.name)
@@ -170,6 +173,11 @@ class ManagedParam:
             self.device_view = self.chunk.on_device(self.region)
         return self.device_view
 
+    @cached_property
+    def meta_tensor(self) -> torch.Tensor:
+        """The parameter's shape and strides without memory: its placeholder has other strides."""
+        return torch.empty_strided(self.region.shape, self.region.strides, dtype=self.chunk.dtype, device="meta")
+
     def flat(self, chunk: Chunk, *, in_order: bool = False) -> torch.Tensor:
         """Return this rank's elements of the parameter in a chunk of one of its lists, 1-D, in memory order.
 
@@ -185,6 +193,21 @@ class ManagedParam:
                 value
             )
         return value.as_strided((self.numel,), (1,))
+
+
+NAMED = 3
+"""Parameters that an error names if a view may be of any of them."""
+
+
+def refusal(names: Sequence[str], *, whole: bool) -> str:
+    """Return the error of native code that reads absent values of a parameter, or of a view of one of several."""
+    named = ", ".join(map(repr, names[:NAMED])) + (f" or {len(names) - NAMED} others" if len(names) > NAMED else "")
+    return (
+        f"{'parameter' if whole else 'a view of parameter'} {named} is read outside of Python (in a TorchScript "
+        f"function, a C++ extension, a kernel or a transform of torch.func) while its values are not on the device, or "
+        f"its gradient is stored in their place: parameters are fetched for operators that Python calls. Pass a copy "
+        f"to such code, as parameter.clone()"
+    )
 
 
 def profiled_names(managed_params: Iterable[ManagedParam]) -> str:

@@ -16,6 +16,7 @@ from patrickstar._memory.profiler_range import profiler_range
 from patrickstar._memory.tracer import Tracer
 from patrickstar._params.local_shards import LocalShards, follow_written
 from patrickstar._params.managed_param import ManagedParam, profiled_names
+from patrickstar._params.param_values import set_data
 from patrickstar._params.process_hooks import ProcessHooks
 from patrickstar._params.residency import Residency
 from patrickstar._params.save_in_progress import SaveInProgress
@@ -55,6 +56,7 @@ class ModelData(LocalShards, ProcessHooks):
         self.managed_params.append(managed)
         self.by_chunk.setdefault(managed.location.chunk, []).append(managed)
         managed.state.initialize()
+        self._prepare_refusals(managed)
         self._set_param_view(managed)
 
     # Access and release (Algorithms 1 and 2)
@@ -68,9 +70,8 @@ class ModelData(LocalShards, ProcessHooks):
         if self.closed:
             raise TrainingError(f"parameter {managed_params[0].name!r} is used by a graph whose engine is closed")
         self._check_not_updated(managed_params)
-        if self.manager.hardware.has_gpu and (
-            with_gradients := [managed for managed in managed_params if managed.state.overlays_param]
-        ):
+        with_gradients = [managed for managed in managed_params if managed.state.overlays_param]
+        if with_gradients and self.manager.hardware.has_gpu:
             # The device moves evicted gradients out too: see [Note: lists on the host beside an accelerator].
             self.fetch(self.chunks_to_fetch(with_gradients), gently=gently)
         self.restore_params(managed_params)
@@ -268,6 +269,7 @@ class ModelData(LocalShards, ProcessHooks):
         version = managed.param._version
         self._write_gradient(managed, grad, add=grows)
         state.overlay(self.backward_id, version)
+        set_data(managed, managed.absent_view)
         if self.manager.timeline is not None:
             self.manager.timeline.holds_gradients(managed.location.chunk, True)
 
@@ -312,11 +314,11 @@ class ModelData(LocalShards, ProcessHooks):
         of autograd are valid again. A gradient of an earlier backward is added to the gradient list; one of the
         running backward may still grow and is kept apart until that backward ends.
         """
-        if self.in_backward and managed.state.backward_id == self.backward_id:
+        if may_grow := self.in_backward and managed.state.backward_id == self.backward_id:
             managed.state.expect_growth()
         self.check_restorable(managed)
         self.ensure_in_memory(managed)
-        if self.in_backward and managed.state.backward_id == self.backward_id:
+        if may_grow:
             managed.state.keep_partial(managed.payload().clone())
         else:
             self.list_gradient(managed)
@@ -324,11 +326,8 @@ class ModelData(LocalShards, ProcessHooks):
 
     def _check_not_updated(self, managed_params: Sequence[ManagedParam]) -> None:
         """See [Note: updating before backward has ended]."""
-        updated = [
-            managed
-            for managed in managed_params
-            if self.in_backward and managed.state.updated_in_backward == self.backward_id
-        ]
+        this_backward = self.backward_id if self.in_backward else None
+        updated = [each for each in managed_params if each.state.updated_in_backward == this_backward]
         for managed in updated:
             managed.state.expect_growth()
         if updated:
@@ -350,9 +349,8 @@ class ModelData(LocalShards, ProcessHooks):
     @defer_sigint
     def discard_gradients(self) -> None:
         """Discard all gradients, and restore the parameters that they replaced."""
-        for managed in self.managed_params:
-            if managed.state.has_any_gradient:
-                self.discard_gradient(managed)
+        for managed in [each for each in self.managed_params if each.state.has_any_gradient]:
+            self.discard_gradient(managed)
 
     @defer_sigint
     def discard_gradient(self, managed: ManagedParam) -> None:
@@ -383,10 +381,12 @@ class ModelData(LocalShards, ProcessHooks):
         """Mark parameters whose gradients an update has replaced by new values."""
         torch.autograd.graph.increment_version([managed.param for managed in managed_params])
         timeline = self.manager.timeline
-        for managed in managed_params:
-            managed.state.consume()
-            if timeline is not None:
-                timeline.holds_gradients(managed.location.chunk, False)
+        with torch._C.DisableTorchFunctionSubclass():
+            for managed in managed_params:
+                managed.state.consume()
+                self._show_values(managed)
+                if timeline is not None:
+                    timeline.holds_gradients(managed.location.chunk, False)
 
     @defer_sigint
     def ensure_in_memory(self, managed: ManagedParam) -> None:
@@ -398,3 +398,4 @@ class ModelData(LocalShards, ProcessHooks):
         self.restore_own(managed)
         torch._C._autograd._unsafe_set_version_counter((managed.param,), (managed.state.version_before,))
         managed.state.remove_overlay()
+        self._set_param_view(managed)

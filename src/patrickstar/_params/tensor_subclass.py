@@ -5,6 +5,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from patrickstar._params.managed_param import ManagedParam
 
@@ -15,6 +16,14 @@ from patrickstar._params.managed_param import ManagedParam
 # cost nothing, unlike with a TorchFunctionMode, and no module needs a hook. A view of a parameter (`weight.t()`,
 # `.detach()`, `.chunk(3)`) that outlives its operator gets such a class too, so that later uses of the view are
 # intercepted as well.
+#
+# [Note: addresses of parameters]
+# Kernels that are started from Python (Triton's, those of ctypes and numba) ask a tensor for its address. Who asks may
+# also only compare addresses, to find tied weights; the two can't be told apart. So an address is that of values which
+# are on the device, and they stay there until the next operator on a parameter: a kernel gets all its addresses before
+# it is started, and later evictions are ordered behind it as behind an operator. Addresses that are taken together are
+# fetched together, and it is a BudgetError if they don't fit. A kernel in a custom Function reads saved parameters in
+# its backward by the same rule.
 
 _GETTERS = """
     shape dtype device requires_grad is_leaf grad_fn layout ndim _version _base is_cuda is_cpu is_meta is_sparse
@@ -22,9 +31,9 @@ _GETTERS = """
     _post_accumulate_grad_hooks
 """
 _METHODS = """
-    size dim numel nelement ndimension element_size is_floating_point is_complex is_signed data_ptr untyped_storage
-    get_device is_shared requires_grad_ register_hook retain_grad __hash__
-    __len__ _is_view storage_offset is_set_to  _typed_storage is_pinned is_inference
+    size dim numel nelement ndimension element_size is_floating_point is_complex is_signed
+    get_device requires_grad_ register_hook retain_grad __hash__
+    __len__ _is_view is_set_to is_inference
 """
 
 
@@ -39,13 +48,19 @@ METADATA |= {descriptor(name).__set__ for name in ("requires_grad", "_backward_h
 METADATA |= {torch.is_floating_point, torch.is_complex, torch.numel, torch.autograd.grad, torch.autograd.backward}
 METADATA |= {torch._has_compatible_shallow_copy_type}
 """Functions that query a parameter's metadata without reading its values."""
+ADDRESSES = {
+    descriptor(name)
+    for name in ("data_ptr", "untyped_storage", "_typed_storage", "storage_offset", "is_shared", "is_pinned")
+}
+"""Functions whose results are about the memory of the values. See [Note: addresses of parameters]."""
+_STRIDES = {torch.Tensor.stride, torch.Tensor.is_contiguous}
 
 
 class OperatorInterceptor(Protocol):
     """Runs an operator while its parameters are on the device."""
 
-    def operate(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], tensors: list[Any]) -> Any:
-        """Run `func`, whose managed arguments are `tensors`."""
+    def operate(self, func: Any, args: Any, kwargs: dict[str, Any], tensors: list[Any], native: bool = False) -> Any:
+        """Run `func`, whose managed arguments are `tensors`. `native`: native code has called it, below autograd."""
 
     def full_precision(self, managed: ManagedParam) -> torch.Tensor:
         """Return a host copy of a parameter in full precision."""
@@ -83,6 +98,8 @@ def _torch_function(
             _managed_tensors(kwargs.values(), tensors)
         if not tensors:
             return func(*args, **kwargs or {})
+        if func in _STRIDES:
+            return func(tensors[0]._with_strides(), *args[1:], **kwargs or {})
         return tensors[0]._interceptor.operate(func, args, kwargs or {}, tensors)
 
 
@@ -102,6 +119,10 @@ class ManagedTensor:
 
     __torch_function__: ClassVar[Any] = classmethod(_torch_function)
 
+    def _with_strides(self) -> Any:
+        """Return a tensor of the same shape and strides."""
+        return self
+
 
 class ChunkView(ManagedTensor, torch.Tensor):
     """View of a parameter's payload. Operators that take it are intercepted like those of the parameter."""
@@ -114,10 +135,54 @@ class ChunkView(ManagedTensor, torch.Tensor):
         return plain_tensor(self).__reduce_ex__(protocol)
 
 
+def _torch_dispatch(
+    cls: Any, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+) -> Any:
+    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunctionSubclass():
+        tensors = _managed_tensors(args, [])
+        if kwargs:
+            _managed_tensors(kwargs.values(), tensors)
+        managed_params = dict.fromkeys(managed for tensor in tensors for managed in tensor._managed_params)
+        if all(managed.chunk.pins for managed in managed_params):  # the operator that Python called has fetched them
+            out = func(*args, **kwargs or {})
+        else:
+            out = tensors[0]._interceptor.operate(func, args, kwargs or {}, tensors, native=True)
+        return tree_map_only(ChunkView, detached_view, out)
+
+
+class DetachedView(ChunkView):
+    """Result of `detach` on a parameter. Operators on it are intercepted below autograd, too.
+
+    Transforms of torch.func wrap such tensors, as `functional_call` documents them for gradients of samples, and call
+    operators on them that Python does not see.
+    """
+
+    __torch_dispatch__ = classmethod(_torch_dispatch)  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = _torch_function(cls, func, types, args, kwargs)
+        return tree_map_only(ChunkView, detached_view, out) if type(out) in (ChunkView, tuple, list) else out
+
+
+def detached_view(view: Any) -> Any:
+    """Return a view whose operators are intercepted wherever they are called; anything else as it is."""
+    if type(view) is not ChunkView or view.requires_grad:  # a new leaf's views have a graph
+        return view
+    detached: Any = torch.Tensor._make_subclass(DetachedView, view)
+    detached._managed_params, detached._interceptor = view._managed_params, view._interceptor
+    return detached
+
+
 class ChunkParameter(ManagedTensor, nn.Parameter):
     """Class of the user's Parameter while it is managed. See [Note: operator interception]."""
 
     _is_whole = True
+
+    def _with_strides(self) -> torch.Tensor:
+        return self._managed_params[0].meta_tensor
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         copied: nn.Parameter = memo.setdefault(id(self), self._ordinary())

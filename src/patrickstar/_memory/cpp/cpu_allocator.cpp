@@ -7,8 +7,11 @@
 //
 // While a model is built that is larger than memory, large blocks are mappings of a file instead. Their pages can be
 // dropped from memory at any time, since the next access reads them back.
+//
+// Beside it are two functions on storages that PyTorch offers to Python in builds for GPUs only: see storage_guard.py.
 
 #include <c10/core/CPUAllocator.h>
+#include <c10/core/StorageImpl.h>
 #include <c10/core/impl/alloc_cpu.h>
 
 #include <fcntl.h>
@@ -22,6 +25,7 @@
 #include <limits>
 #include <map>
 #include <mutex>
+#include <string>
 
 namespace {
 
@@ -296,9 +300,34 @@ class CountingAllocator final : public c10::Allocator {
 
 CountingAllocator* installed = nullptr;
 
+// Older versions of PyTorch can't take a refusal back.
+template <typename Storage>
+constexpr bool can_allow = requires(Storage& storage) { storage.clear_data_ptr_access_error_msg_(); };
+
+template <typename Storage>
+void allow_access(Storage& storage) {
+  if constexpr (can_allow<Storage>) {
+    storage.clear_data_ptr_access_error_msg_();
+  }
+}
+
 }  // namespace
 
 extern "C" {
+
+// Return 1 if the two functions below work.
+int patrickstar_can_refuse() {
+  return can_allow<c10::StorageImpl> ? 1 : 0;
+}
+
+// Let every access to the memory of a storage raise this error.
+void patrickstar_refuse_access(c10::StorageImpl* storage, const char* message) {
+  storage->release_data_and_set_meta_custom_data_ptr_error_msg_(std::string(message));
+}
+
+void patrickstar_allow_access(c10::StorageImpl* storage) {
+  allow_access(*storage);
+}
 
 // Put the allocator in front. Return 1 if tensors are counted from now on, 0 if another allocator has precedence.
 int patrickstar_install() {
