@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from patrickstar._autograd.engine_lock import EngineLock
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
 from patrickstar._params.modes import managing
@@ -21,8 +22,9 @@ def _gradient_hook(param: Any) -> None:
 class GradientHooks:
     """Moves gradients that autograd has completed into the chunks of one engine."""
 
-    def __init__(self, gradients: Gradients, optimizer_in_backward: OptimizerInBackward) -> None:
+    def __init__(self, gradients: Gradients, optimizer_in_backward: OptimizerInBackward, lock: EngineLock) -> None:
         self.data: ModelData = gradients.data
+        self.lock = lock
         self.optimizer_in_backward = optimizer_in_backward
         self.loss_scaled = gradients.scaler.enabled
         self.backward_depth = 0
@@ -62,7 +64,7 @@ class GradientHooks:
 
     def on_gradient(self, managed: ManagedParam, param: torch.Tensor) -> None:
         """Move the gradient that autograd accumulated in `param.grad` into the chunk."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with self.lock, torch._C.DisableTorchFunctionSubclass():
             grad, param.grad = param.grad, None
             if grad is None:  # autograd completes the gradient of a parameter whose operators gave none, too
                 return
@@ -87,7 +89,7 @@ class GradientHooks:
             grad: Gradient of the whole weight, on the host.
             lookup_bytes: Bytes of the lookup's output.
         """
-        with torch._C.DisableTorchFunctionSubclass():
+        with self.lock, torch._C.DisableTorchFunctionSubclass():
             managed.lookups_in_graph_bytes = max(0, managed.lookups_in_graph_bytes - lookup_bytes)
             self._accept(managed, grad, complete=managed.lookups_in_graph_bytes == 0)
 

@@ -9,13 +9,19 @@ their operators run depends on the tokens, and linked processes make the same ac
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from functools import partial
+from threading import get_ident
 from typing import Any
 
 import torch
 from torch import nn
 
 from patrickstar._autograd.interceptor import Interceptor
-from patrickstar._autograd.windows import ModuleUse
+from patrickstar._autograd.module_windows import (
+    ModuleUse,
+    abandon_module_window,
+    close_module_window,
+    open_module_window,
+)
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.tensor_subclass import managed_param_of
 from patrickstar.errors import ModelError
@@ -157,26 +163,31 @@ class ModuleHooks:
 
         def before_call(layer: nn.Module, args: Any, kwargs: Any) -> None:
             if layer is module:  # a deep copy has the hooks too, but is not managed
-                uses.append(self.interceptor.open_module_window(_managed_params_of(module), (args, kwargs)))
+                uses.append(open_module_window(self.interceptor, _managed_params_of(module), (args, kwargs)))
 
         def after_call(layer: nn.Module, args: Any, out: Any) -> None:
             if layer is module and uses:
-                self.interceptor.close_module_window(uses.pop(), out)
+                close_module_window(self.interceptor, uses.pop(), out)
 
         self._undo.append(module.register_forward_pre_hook(EngineHook(before_call), with_kwargs=True).remove)
         self._undo.append(module.register_forward_hook(EngineHook(after_call), always_call=True).remove)
 
     def _hook_generation(self, module: nn.Module) -> None:
         """Plan each forward that the module's `generate` calls, by whatever path: see `Residency.evaluation`."""
-        residency, opened = self.interceptor.data.residency, ExitStack()
+        residency, lock = self.interceptor.data.residency, self.interceptor.lock
+        opened: dict[int, ExitStack] = {}
 
         def before_call(layer: nn.Module, args: Any, kwargs: Any) -> None:
-            if layer is module and not torch.is_grad_enabled() and residency.may_plan:
-                opened.enter_context(residency.evaluation((id(module), _input_shape(args, kwargs))))
+            if layer is module and not torch.is_grad_enabled() and get_ident() not in opened:
+                with ExitStack() as stack:
+                    stack.enter_context(lock)
+                    if residency.may_plan:
+                        stack.enter_context(residency.evaluation((id(module), _input_shape(args, kwargs))))
+                        opened[get_ident()] = stack.pop_all()
 
         def after_call(layer: nn.Module, args: Any, out: Any) -> None:
-            if layer is module:
-                opened.close()
+            if layer is module and (stack := opened.pop(get_ident(), None)) is not None:
+                stack.close()
 
         self._undo.append(module.register_forward_pre_hook(EngineHook(before_call), with_kwargs=True).remove)
         self._undo.append(module.register_forward_hook(EngineHook(after_call), always_call=True).remove)
@@ -229,13 +240,13 @@ class ModuleHooks:
 
     def _in_window(self, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a function in a window of all parameters of a module."""
-        use = self.interceptor.open_module_window(_managed_params_of(module), (args, kwargs))
+        use = open_module_window(self.interceptor, _managed_params_of(module), (args, kwargs))
         try:
             out = function(*args, **kwargs)
         except BaseException:
-            self.interceptor.abandon_module_window(use)
+            abandon_module_window(self.interceptor, use)
             raise
-        self.interceptor.close_module_window(use, out)
+        close_module_window(self.interceptor, use, out)
         return out
 
     def replace_method(self, module: nn.Module, name: str, method: Callable[..., Any]) -> None:
