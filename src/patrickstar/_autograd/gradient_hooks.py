@@ -11,7 +11,7 @@ from patrickstar._params.model_data import ModelData
 from patrickstar._params.modes import managing
 from patrickstar._step.gradients import Gradients
 from patrickstar._step.optimizer_in_backward import OptimizerInBackward
-from patrickstar.errors import ModelError, TrainingError
+from patrickstar.errors import ModelError
 
 
 def _gradient_hook(param: Any) -> None:
@@ -26,7 +26,7 @@ class GradientHooks:
         self.data: ModelData = gradients.data
         self.lock = lock
         self.optimizer_in_backward = optimizer_in_backward
-        self.loss_scaled = gradients.scaler.enabled
+        self.gradients = gradients
         self.backward_depth = 0
         """Number of running calls of `engine.backward`, which scales the loss."""
         self._hooks: dict[ManagedParam, Any] = {}
@@ -99,10 +99,10 @@ class GradientHooks:
             self._move(managed, grad, complete)
 
     def _move(self, managed: ManagedParam, grad: torch.Tensor, complete: bool) -> None:
-        if not self.backward_depth and self.loss_scaled:
-            raise TrainingError(
-                "with fp16 the loss must be scaled: call engine.backward(loss) instead of loss.backward()"
-            )
+        if not self.backward_depth and self.gradients.scaler.enabled:
+            self.gradients.unscaled.add(managed)
+        if self.gradients.is_zero(managed):
+            grad = grad + 0  # which makes a negative zero positive
         self.optimizer_in_backward.optimizer_step.complete((managed,))
         self.data.accept_gradient(managed, grad)
         if complete:

@@ -24,7 +24,7 @@ from patrickstar._autograd.module_windows import (
 )
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.tensor_subclass import managed_param_of
-from patrickstar.errors import ModelError
+from patrickstar.errors import ModelError, TrainingError
 
 MATRIX_DIMS = 2
 FAST_PATH_LAYERS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
@@ -137,6 +137,8 @@ class ModuleHooks:
             if callable(getattr(submodule, "generate", None)) and submodule not in self._generating:
                 self._hook_generation(submodule)
                 self._generating.add(submodule)
+            if hasattr(type(submodule), "update_and_allocate") and "update_and_allocate" not in vars(submodule):
+                self._explain_allocation(submodule)
             if submodule in self._hooked:
                 continue
             if isinstance(submodule, FAST_PATH_LAYERS):
@@ -191,6 +193,26 @@ class ModuleHooks:
 
         self._undo.append(module.register_forward_pre_hook(EngineHook(before_call), with_kwargs=True).remove)
         self._undo.append(module.register_forward_hook(EngineHook(after_call), always_call=True).remove)
+
+    def _explain_allocation(self, module: Any) -> None:
+        """Let peft's AdaLoRA say what it needs: it reads gradients after the step, which has used them up."""
+        allocate: Callable[..., Any] = module.update_and_allocate
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return allocate(*args, **kwargs)
+            except TypeError as error:
+                trained = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
+                names = [name for name, param in trained if param.grad is None]
+                if not names:
+                    raise
+                raise TrainingError(
+                    f"update_and_allocate reads the gradient of {names[0]!r}, which optimizer.step() has used up: "
+                    f"clone the adapters' gradients before the step, assign the copies to parameter.grad after it, and "
+                    f"call optimizer.zero_grad() after update_and_allocate"
+                ) from error
+
+        self.replace_method(module, "update_and_allocate", WrappedMethod(module, "update_and_allocate", call))
 
     def _wrap_call(self, module: nn.Module, call: Callable[..., Any]) -> None:
         """Wrap the call with its hooks, in which a module may exchange tokens: `module.compile()` compiles them too."""

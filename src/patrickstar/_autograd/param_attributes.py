@@ -82,6 +82,7 @@ class GradientAttribute:
                     f"processes average it: read it after engine.backward(loss)"
                 )
             data.synchronize_gradients(Request.STATE)
+        self.gradients.store_zeros(managed)
         if not data.has_gradient(managed):
             return None
         dtype = self.gradients.stored_dtype(managed)
@@ -102,6 +103,8 @@ class GradientAttribute:
             self.gradients.check_final(managed)
             _check_assignable(managed, value)
         param.grad = None
+        self.gradients.unscaled.discard(managed)
+        self.gradients.forget((managed,))
         self.optimizer_in_backward.optimizer_step.complete((managed,))
         self.gradients.data.discard_gradient(managed)
         if value is not None:

@@ -141,7 +141,7 @@ class EngineCore:
         )
         self.scaler = LossScaler(config.precision == "fp16")
         self.kernels = kernels if kernels is not None else Kernels.best(self.device)
-        self.gradients = Gradients(self.data, self.scaler, self.kernels)
+        self.gradients = Gradients(self.data, self.scaler, self.kernels, late=config.update is not None)
         self.model_state = ModelState(self.module, self.data)
         buffers = plan.staging_size, plan.buffer_bytes
         self.optimizer_step = OptimizerStep(self.data, config.optimizer, self.kernels, *buffers, config.update)
@@ -194,7 +194,7 @@ class EngineCore:
 
     def begin_iteration(self, key: Hashable, inputs: tuple[Any, Any]) -> None:
         """Open an iteration of this kind, unless one is open, before a forward with these args and kwargs."""
-        self.data.residency.begin_iteration(key)
+        self.data.residency.begin_iteration(key, before_backward=not self.data.backwards_in_step)
         self._inputs = None
         if self._explain_refusal is not None and self.tracer.unconfirmed:
             self._inputs = InputRecord(inputs)
@@ -214,6 +214,7 @@ class EngineCore:
         """Run one optimizer step with the param group of each parameter."""
         self.check_open()
         self.check_not_averaged("a step")
+        self.gradients.check_scaled()
         self.manager.begin_phase("step")
         self.background_save.poll()
         self.data.residency.end()
@@ -226,6 +227,7 @@ class EngineCore:
         with self.internal_computation():
             self.optimizer_in_backward.finish(groups)
             self.data.synchronize_gradients(Request.STEP)
+            self.gradients.begin_step(groups)
             overflow = self.gradients.overflowed()
             speculation = self.optimizer_in_backward.speculation
             if speculation.possible:
@@ -250,7 +252,8 @@ class EngineCore:
             self.recording.end_step()
 
     @engine_call
-    def drop_gradients(self) -> None:
+    def drop_gradients(self, *, to_zeros: bool) -> None:
+        """Discard all gradients; `to_zeros`: those that PyTorch would keep are zeros."""
         self.check_open()
         self.optimizer_in_backward.check_inactive("dropping gradients")
         with self.close_on_data_loss():
@@ -260,7 +263,11 @@ class EngineCore:
                 self._flush()
                 self.data.backwards_in_step = 0
             self.optimizer_step.end_step()  # of one that was interrupted
-            self.gradients.drop()
+            if to_zeros:
+                self.gradients.zero()
+            else:
+                self.gradients.drop()
+                self.gradients.forget(self.data.managed_params)
 
     @engine_call
     def flush(self) -> None:

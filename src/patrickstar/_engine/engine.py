@@ -195,6 +195,7 @@ class Engine(EngineView, EngineState):
                 f"backward needs a scalar loss that depends on a parameter; this one has shape {tuple(loss.shape)} and "
                 f"requires_grad={loss.requires_grad}"
             )
+        self._core.gradients.check_scaled()
         if self._core.gradients.clipped:
             raise TrainingError("gradients were clipped and are final: call clip_grad_norm_ after the last backward")
         self._core.optimizer_in_backward.check_inactive("another backward")
