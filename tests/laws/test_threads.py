@@ -21,14 +21,15 @@ from .models import config
 WIDTH = 16
 DATA = inputs(4, WIDTH)
 OPTIONS = config("fp32", 512)
+READER = "reader"
 
 
 def build():
     return layers(WIDTH, 4, torch.nn.Tanh)
 
 
-def new_engine():
-    return engine_of(build, OPTIONS, evict_everything=True)
+def new_engine(device: str = "cpu") -> Engine:
+    return engine_of(build, OPTIONS.model_copy(update={"device": device}), evict_everything=True)
 
 
 def in_thread(function: Callable[[], object]) -> object:
@@ -65,10 +66,9 @@ def visible(engine: Engine) -> dict[str, torch.Tensor]:
     return {f"{kind} {name}": value for kind, values in kinds.items() for name, value in values.items()}
 
 
-def test_a_reader_sees_whole_steps_and_changes_nothing():
-    """It waits while an operator of each forward and backward runs."""
-
-    engine, plain, ended, allowed = new_engine(), new_engine(), threading.Event(), []
+def train_beside_a_reader(device: str) -> None:
+    """Compare a training with one beside a thread that reads, and waits in each forward and backward."""
+    engine, plain, ended, allowed = new_engine(device), new_engine(device), threading.Event(), []
     for batch in DATA:
         allowed.append(visible(plain))
         plain.backward(mean_square(plain(*batch)))
@@ -84,13 +84,13 @@ def test_a_reader_sees_whole_steps_and_changes_nothing():
         return seen
 
     def meet(*args: torch.Tensor) -> None:
-        if threading.current_thread() is threading.main_thread():
+        if not threading.current_thread().name.startswith(READER):
             wait_until_another_waits(engine, reading)
             if torch.is_grad_enabled():
                 args[-1].register_hook(meet)
 
     engine.module[1].register_forward_hook(meet)
-    with ThreadPoolExecutor(1) as executor:
+    with ThreadPoolExecutor(1, READER) as executor:
         reading = executor.submit(observe)
         try:
             train(engine, DATA)
@@ -102,6 +102,10 @@ def test_a_reader_sees_whole_steps_and_changes_nothing():
     testing.assert_same_bits(plain.state_dict(), engine.state_dict(), "parameters")
     engine.close()
     plain.close()
+
+
+def test_a_reader_sees_whole_steps_and_changes_nothing():
+    train_beside_a_reader("cpu")
 
 
 def test_engines_in_two_threads_are_independent_and_a_thread_can_use_one_that_another_created():

@@ -99,17 +99,18 @@ class EngineLock:
         if self._depth <= 0:
             self._free()
 
-    def begin_backward(self) -> None:
-        """Hold the lock for a backward, which `end_backward` ends, perhaps in another thread."""
+    def begin_backward(self) -> bool:
+        """Hold the lock for a backward. Return False if the thread that waits for the backward holds it already."""
         self.acquire()
         self._backwards += 1
+        return self.owner == get_ident()
 
-    def end_backward(self) -> None:
-        """End a backward."""
+    def end_backward(self, holds: bool) -> None:
+        """End a backward, perhaps in another thread of autograd's. `holds`: what `begin_backward` has returned."""
         self._backwards -= 1
-        if self._has_device_thread:
+        if holds:
             self.owner = get_ident()
-        self.release()
+            self.release()
 
     def _free(self) -> None:
         with self._changed:

@@ -63,8 +63,8 @@ class Interceptor:
         self.gradient_hooks = GradientHooks(gradients, optimizer_in_backward, self.lock)
         self.window: Window | None = None
         self.functions = CustomFunctions()
-        self._plain_backwards: set[int] = set()
-        """Numbers of the backwards that run outside of `engine.backward`."""
+        self._plain_backwards: dict[int, bool] = {}
+        """Backwards that run outside of `engine.backward`, by number; True for those that hold the lock."""
         self.listed: dict[tuple[int, ManagedParam], torch.Tensor] = {}
         """Entries of the state dict that a module is about to fill, in a thread, by `detach`: it fetches nothing."""
         self.release: weakref.finalize[Any, Any] | None = None
@@ -351,20 +351,20 @@ class Interceptor:
 
     def _begin_plain_backward(self) -> None:
         """Begin a backward outside of `engine.backward`; it ends with autograd's callback, or when that is freed."""
-        self.lock.begin_backward()
+        holds = self.lock.begin_backward()
         self.data.begin_backward()
         end = partial(self._end_plain_backward, self.data.backward_id)
-        self._plain_backwards.add(self.data.backward_id)
+        self._plain_backwards[self.data.backward_id] = holds
         Variable._execution_engine.queue_callback(end)
         weakref.finalize(end, self._end_plain_backward, self.data.backward_id).atexit = False
 
     def _end_plain_backward(self, number: int) -> None:
-        if number in self._plain_backwards:
-            self._plain_backwards.discard(number)
+        holds = self._plain_backwards.pop(number, None)
+        if holds is not None:
             try:
                 self.end_backward()
             finally:
-                self.lock.end_backward()
+                self.lock.end_backward(holds)
 
     @defer_sigint
     def end_backward(self) -> None:

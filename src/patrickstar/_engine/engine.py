@@ -221,7 +221,7 @@ class Engine(EngineView, EngineState):
         else:
             self._core.begin_speculation(self.optimizer.managed_groups, self.optimizer.param_groups)
         with self._core.cleanup_on_error():
-            self._core.interceptor.lock.begin_backward()
+            holds = self._core.interceptor.lock.begin_backward()
             try:
                 with self._core.tracer.in_iteration():
                     self._core.interceptor.open_function_windows(loss)
@@ -229,7 +229,7 @@ class Engine(EngineView, EngineState):
                     torch.autograd.backward(scaled, retain_graph=retain_graph)
             finally:
                 self._core.interceptor.gradient_hooks.backward_depth -= 1
-                self._core.interceptor.lock.end_backward()
+                self._core.interceptor.lock.end_backward(holds)
             self._core.interceptor.end_backward()
             with torch.no_grad():
                 self._core.data.op_boundary(belongs=True)

@@ -40,7 +40,7 @@ class Residency:
         One that is traced for `MAX_FORWARDS` without a backward is forgotten, and another opened.
         """
         self._forwards += before_backward and self.tracer.unconfirmed
-        if self._forwards > MAX_FORWARDS:
+        if self._forwards >= MAX_FORWARDS:
             self.tracer.discard_iteration()
         if self.tracer.open_key is None:
             self._forwards = 0

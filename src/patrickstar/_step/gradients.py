@@ -94,10 +94,10 @@ class Gradients:
         """Raise TrainingError if a gradient is not of this engine's scaled loss, which only `drop` can end."""
         for managed in self.unscaled:
             raise TrainingError(
-                f"the gradient of {managed.name!r} is not multiplied by its engine's loss scale, which fp16 needs: "
-                f"it comes from loss.backward(), or from another engine's backward that went through this model, as a "
-                f"GAN's generator goes through the discriminator. Call engine.backward(loss) instead; discard another "
-                f"engine's gradients by optimizer.zero_grad() before the own ones are computed, or use precision='bf16'"
+                f"the gradient of {managed.name!r} is not multiplied by its engine's loss scale, which fp16 needs: it "
+                f"comes from loss.backward(), or from another engine's backward that went through this model, as a "
+                f"GAN's generator goes through the discriminator. In the first case call engine.backward(loss); in the "
+                f"second discard it by this engine's optimizer.zero_grad() before its own backward and step"
             )
 
     def clip(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> torch.Tensor:
