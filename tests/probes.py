@@ -4,7 +4,9 @@ All other tests read `engine.inspect()`. No other test file uses `engine._core`,
 """
 
 import ctypes
+import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest import mock
@@ -162,3 +164,9 @@ def set_ram(monkeypatch: Any, available_bytes: int, total_bytes: int | None = No
     """Let the machine have so much memory, of which other programs have left a part; by default all."""
     limit = RamLimit(available_bytes if total_bytes is None else total_bytes, available_bytes)
     monkeypatch.setattr("patrickstar._memory.hardware.measure_ram", lambda: Ram((limit,)))
+
+
+def wait_until_another_waits(engine: Engine, other: Future[Any]) -> None:
+    """Wait until `other`, a call in another thread, waits for the engine, which this thread uses, or has ended."""
+    while not engine._core.interceptor.lock._queue and not other.done():
+        time.sleep(0)

@@ -1,11 +1,13 @@
 """Two engines in one process are independent."""
 
+import pytest
 import torch
 import torch.nn as nn
 from toys import mean_square
 
 import patrickstar as ps
 from patrickstar import testing
+from patrickstar.errors import TrainingError
 
 from .zoo import Stack, linear, mlp, normal_batches, train, update
 
@@ -68,3 +70,34 @@ def test_one_engine_after_another_over_one_module(config):
     second, _ = ps.initialize(module, config)
     assert all(loss.isfinite() for loss in train(second))
     second.close()
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
+def test_a_gan(precision, config):
+    """A generator's gradients go through the discriminator as if this were frozen; its own are discarded."""
+    options = config.model_copy(update={"precision": precision})
+
+    def run(freezes: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        generator, discriminator = (ps.initialize(other_model, options)[0] for _ in range(2))
+        for (x,) in normal_batches():
+            fake = generator(x)
+            discriminator.backward(mean_square(discriminator(fake.detach())) - mean_square(discriminator(x)))
+            discriminator.optimizer.step()
+            discriminator.optimizer.zero_grad()
+            discriminator.module.requires_grad_(not freezes)
+            generator.backward(-mean_square(discriminator(fake)))
+            discriminator.module.requires_grad_(True)
+            generator.optimizer.step()
+            generator.optimizer.zero_grad()
+            if precision == "fp16" and not freezes:
+                for call in (discriminator.optimizer.step, lambda: discriminator.clip_grad_norm_(1.0)):
+                    with pytest.raises(TrainingError, match=r"not multiplied by its engine's loss scale.*zero_grad"):
+                        call()
+            discriminator.optimizer.zero_grad()
+        states = [value for engine in (generator, discriminator) for value in engine.state_dict().values()]
+        generator.close()
+        discriminator.close()
+        return states
+
+    testing.assert_same_bits(run(True), run(False), "parameters")

@@ -1,6 +1,7 @@
 """Habits with gradients."""
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import nn
@@ -191,6 +192,24 @@ def _(trainer):
     backward(trainer)
     trainer.module.zero_grad()
     return [torch.tensor(sum(p.grad is not None for p in params(trainer))), *train(trainer)]
+
+
+@habit(GRADIENTS, "model.zero_grad(set_to_none=False) after a step")
+def _(trainer):
+    train(trainer)
+    backward(trainer)
+    trainer.optimizer.step()
+    trainer.module.zero_grad(set_to_none=False)
+    return then(trainer, [p.grad.clone() for p in params(trainer)])
+
+
+@habit(GRADIENTS, "loss.backward(); executor.submit(log, p.norm(), p.grad.norm(), model.state_dict())")
+def _(trainer):
+    backward(trainer)
+    with ThreadPoolExecutor(1) as executor:
+        norms = executor.submit(lambda: [norm for p in params(trainer) for norm in (p.norm(), p.grad.norm())])
+        values = executor.submit(lambda: [value.clone() for value in trainer.module.state_dict().values()])
+        return then(trainer, [*norms.result(), *values.result()])
 
 
 @habit(GRADIENTS, "engine.clip_grad_norm_(1.0, norm_type=..., error_if_nonfinite=True)", EXACT)

@@ -9,7 +9,7 @@ from toys import mean_square
 import patrickstar as ps
 from patrickstar.testing import assert_same_bits
 
-from .registry import EXACT, REFUSED, backward, batch, build, finish, habit, train
+from .registry import EXACT, REFUSED, WIDTH, backward, batch, build, finish, habit, train
 
 MODULES, OPTIMIZERS, ENGINE = "Parameters and modules", "Optimizers and schedulers", "The engine"
 
@@ -182,9 +182,12 @@ def _(trainer):
 
 @habit(OPTIMIZERS, "optimizer.zero_grad(set_to_none=False)")
 def _(trainer):
-    losses = train(trainer)
-    trainer.optimizer.zero_grad(set_to_none=True)
-    return losses + train(trainer, 1, first=2)
+    for step in range(4):  # in every other one most parameters get no gradient
+        out = trainer.module.block(torch.ones(2, WIDTH)) if step % 2 else trainer(batch(step))
+        trainer.backward(mean_square(out))
+        trainer.optimizer.step()
+        trainer.optimizer.zero_grad(set_to_none=False)
+    return [p.grad for p in trainer.module.parameters()]
 
 
 @habit(OPTIMIZERS, "optimizer.step(closure)", EXACT)
@@ -273,6 +276,7 @@ def _(engine, folder):
 def _(engine, folder):
     with ps.initialize(build, ps.Config(device="cpu", precision="fp16")) as (other, _):
         mean_square(other(batch())).backward()
+        other.optimizer.step()
 
 
 @habit(ENGINE, "with torch.autocast('cpu', torch.bfloat16): ...")

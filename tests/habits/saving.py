@@ -4,6 +4,7 @@ import copy
 import pickle
 
 import accelerate
+import pytest
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
@@ -11,9 +12,10 @@ from autograd.zoo import through_a_file
 from torch import nn
 
 import patrickstar as ps
+from patrickstar.errors import ModelError
 from patrickstar.testing import assert_same_bits
 
-from .registry import EXACT, REFUSED, batch, build, habit, managed, train
+from .registry import EXACT, REFUSED, batch, build, config, habit, managed, train
 
 SAVING = "Saving and loading"
 
@@ -255,6 +257,21 @@ def _(engine, folder):
 @habit(SAVING, "nn.Parameter(model.state_dict()[name])", REFUSED, r"'words\.weight' is stored in chunks.*clone\(\)")
 def _(engine, folder):
     nn.Parameter(engine.module.state_dict()["words.weight"])
+
+
+@habit(
+    SAVING,
+    "model.register_buffer('adjacency', sparse); engine.save(path)",
+    REFUSED,
+    r"adjacency.*sparse_coo, which safetensors cannot store: store it dense",
+)
+def _(engine, folder):
+    model = build()
+    model.register_buffer("adjacency", torch.eye(2).to_sparse())
+    with ps.initialize(model, config("fp32"))[0] as sparse:
+        with pytest.raises(ModelError, match="'adjacency' has layout"):
+            sparse.save_pretrained(folder / "model")
+        sparse.save(folder / "checkpoint")
 
 
 @habit(SAVING, "ps.Checkpoints(folder).save(engine, step); load(engine)", EXACT)

@@ -5,7 +5,10 @@ import pytest
 import torch
 import transformers
 
+import patrickstar as ps
+from patrickstar import testing
 from patrickstar._checkpoint.storage_reader import CheckpointReader
+from patrickstar.errors import TrainingError
 from patrickstar.integrations.transformers._saved_weights import adapter_names
 from patrickstar.testing import assert_same_bits
 
@@ -127,3 +130,40 @@ def test_prompts_are_saved_as_by_the_stock_trainer(tmp_path, kind):
         prompt = peft.PeftModel.from_pretrained(gpt2(), folder / "checkpoint-6").prompt_encoder["default"]
         assert prompt.embedding.weight.dtype == torch.float32
     assert files[0] == files[1]
+
+
+def adaptive():
+    config = peft.AdaLoraConfig(target_modules=["c_attn"], total_step=8, tinit=1, tfinal=2, init_r=4, target_r=2)
+    return peft.get_peft_model(gpt2(), config)
+
+
+def test_adalora_reallocates_ranks_with_copies_of_the_gradients_and_refuses_without():
+    """The loop of docs/peft.md, beside peft's own in plain PyTorch."""
+    ids = torch.arange(16).reshape(2, 8)
+    options = ps.Config(device="cpu", precision="fp32", chunk_size=512, optimizer=ps.AdamW(lr=1e-2))
+    torch.manual_seed(0)
+    plain = adaptive()
+    optimizer = testing.PlainOptimizer([{"params": [*plain.parameters()]}], options.optimizer)
+    for step in range(8):
+        plain(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        plain.base_model.update_and_allocate(step)
+        optimizer.zero_grad()
+    torch.manual_seed(0)
+    engine = testing.stressed(adaptive, options)
+    model = engine.module
+    for step in range(8):
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        gradients = {param: param.grad.clone() for param in model.parameters() if param.grad is not None}
+        engine.optimizer.step()
+        if not step:
+            with pytest.raises(TrainingError, match=r"gradient of '.*lora_.*', which optimizer.step.* has used up"):
+                model.base_model.update_and_allocate(step)
+        for param, gradient in gradients.items():
+            param.grad = gradient
+        model.base_model.update_and_allocate(step)
+        engine.optimizer.zero_grad()
+    assert_same_bits(dict(plain.state_dict()), engine.state_dict(), "parameters")
+    ranks = [each.peft_config["default"].rank_pattern for each in (plain, model)]
+    assert ranks[0] == ranks[1]
+    engine.close()

@@ -198,7 +198,8 @@ def test_a_child_that_uses_the_engine_gets_an_error_with_its_owner():
     engine = new_engine()
 
     def use() -> None:
-        for call in (lambda: engine(torch.ones(2, 6)), engine.state_dict, engine.optimizer.step):
+        weight = engine.module[0].weight
+        for call in (lambda: engine(torch.ones(2, 6)), engine.state_dict, engine.optimizer.step, weight.norm):
             with pytest.raises(TrainingError, match=rf"memory of process {os.getppid()}.*made by fork"):
                 call()
 

@@ -10,8 +10,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from toys import Shape, batches, train
 
 from patrickstar._engine.engine import Engine
+from patrickstar._params import residency
 from patrickstar._params.tensor_subclass import ChunkParameter
 from patrickstar.errors import TrainingError
+from patrickstar.testing import assert_same_bits
 
 from .models import config
 
@@ -45,6 +47,20 @@ def test_memory_does_not_grow_with_steps():
     train(engine, batches(5))
     assert count_tensors() == tensors
     assert (engine.inspect().device, engine.inspect().host) == used
+
+
+def test_the_trace_of_forwards_that_no_backward_follows_is_bounded(monkeypatch):
+    monkeypatch.setattr(residency, "MAX_FORWARDS", 3)
+    engine, lengths = make(), []
+    for (batch,) in batches(9):
+        engine(batch)
+        lengths.append(len(engine.inspect().trace))
+    assert max(lengths) == 3 * lengths[0] == lengths[2] and lengths[3] == lengths[0]
+    losses = []
+    for trained in (make(), engine):
+        torch.manual_seed(1)
+        losses.append(train(trained, batches(2)))
+    assert_same_bits(*losses, "losses")
 
 
 def count_tensors() -> int:

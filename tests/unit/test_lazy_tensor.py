@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ class CountedReads:
     """Elements in an ordinary tensor; counts reads."""
 
     name = "the stored tensor"
+    lock = nullcontext()
 
     def __init__(self, value: torch.Tensor) -> None:
         self.value, self.version, self.reads = value, 0, 0

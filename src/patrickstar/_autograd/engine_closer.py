@@ -5,15 +5,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from patrickstar._autograd.engine_lock import EngineLock
 from patrickstar._step.optimizer_in_backward import OptimizerInBackward
 from patrickstar.errors import DiskError, MoveError, PeerError
 
 
 class EngineCloser:
-    """Closes one engine after a loss of data, and says what was lost."""
+    """Locks one engine, closes it after a loss of data, and says what was lost."""
 
-    def __init__(self, optimizer_in_backward: OptimizerInBackward) -> None:
-        self.optimizer_in_backward = optimizer_in_backward
+    def __init__(self, optimizer_in_backward: OptimizerInBackward, lock: EngineLock) -> None:
+        self.optimizer_in_backward, self.lock = optimizer_in_backward, lock
         self.release: weakref.finalize[Any, Any] | None = None
         """Frees everything that the engine holds."""
 
@@ -32,9 +33,10 @@ class EngineCloser:
 
     @contextmanager
     def close_on_data_loss(self) -> Iterator[None]:
-        """Free everything and close the engine if a failed disk or thread has lost bytes of chunks."""
+        """Lock the engine; free everything and close it if a failed disk or thread has lost bytes of chunks."""
         try:
-            yield
+            with self.lock:
+                yield
         except (DiskError, MoveError) as error:
             self.close_engine(error)
             raise

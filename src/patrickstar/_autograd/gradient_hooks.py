@@ -5,12 +5,13 @@ from typing import Any
 
 import torch
 
+from patrickstar._autograd.engine_lock import EngineLock
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
 from patrickstar._params.modes import managing
 from patrickstar._step.gradients import Gradients
 from patrickstar._step.optimizer_in_backward import OptimizerInBackward
-from patrickstar.errors import ModelError, TrainingError
+from patrickstar.errors import ModelError
 
 
 def _gradient_hook(param: Any) -> None:
@@ -21,10 +22,11 @@ def _gradient_hook(param: Any) -> None:
 class GradientHooks:
     """Moves gradients that autograd has completed into the chunks of one engine."""
 
-    def __init__(self, gradients: Gradients, optimizer_in_backward: OptimizerInBackward) -> None:
+    def __init__(self, gradients: Gradients, optimizer_in_backward: OptimizerInBackward, lock: EngineLock) -> None:
         self.data: ModelData = gradients.data
+        self.lock = lock
         self.optimizer_in_backward = optimizer_in_backward
-        self.loss_scaled = gradients.scaler.enabled
+        self.gradients = gradients
         self.backward_depth = 0
         """Number of running calls of `engine.backward`, which scales the loss."""
         self._hooks: dict[ManagedParam, Any] = {}
@@ -62,7 +64,7 @@ class GradientHooks:
 
     def on_gradient(self, managed: ManagedParam, param: torch.Tensor) -> None:
         """Move the gradient that autograd accumulated in `param.grad` into the chunk."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with self.lock, torch._C.DisableTorchFunctionSubclass():
             grad, param.grad = param.grad, None
             if grad is None:  # autograd completes the gradient of a parameter whose operators gave none, too
                 return
@@ -87,7 +89,7 @@ class GradientHooks:
             grad: Gradient of the whole weight, on the host.
             lookup_bytes: Bytes of the lookup's output.
         """
-        with torch._C.DisableTorchFunctionSubclass():
+        with self.lock, torch._C.DisableTorchFunctionSubclass():
             managed.lookups_in_graph_bytes = max(0, managed.lookups_in_graph_bytes - lookup_bytes)
             self._accept(managed, grad, complete=managed.lookups_in_graph_bytes == 0)
 
@@ -97,10 +99,10 @@ class GradientHooks:
             self._move(managed, grad, complete)
 
     def _move(self, managed: ManagedParam, grad: torch.Tensor, complete: bool) -> None:
-        if not self.backward_depth and self.loss_scaled:
-            raise TrainingError(
-                "with fp16 the loss must be scaled: call engine.backward(loss) instead of loss.backward()"
-            )
+        if not self.backward_depth and self.gradients.scaler.enabled:
+            self.gradients.unscaled.add(managed)
+        if self.gradients.is_zero(managed):
+            grad = grad + 0  # which makes a negative zero positive
         self.optimizer_in_backward.optimizer_step.complete((managed,))
         self.data.accept_gradient(managed, grad)
         if complete:

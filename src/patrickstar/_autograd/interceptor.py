@@ -1,6 +1,9 @@
 """Fetch an operator's parameters before it runs, and again before its backward. See [Note: backward windows]."""
 
+import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -9,6 +12,7 @@ from torch.nn import functional as F
 
 from patrickstar._autograd.embedding_lookup import can_look_up_on_host, embedding_lookup
 from patrickstar._autograd.engine_closer import EngineCloser
+from patrickstar._autograd.engine_lock import EngineLock
 from patrickstar._autograd.gradient_hooks import GradientHooks
 from patrickstar._autograd.param_attributes import (
     WRITERS,
@@ -18,10 +22,10 @@ from patrickstar._autograd.param_attributes import (
     is_own_data,
 )
 from patrickstar._autograd.transforms import run_on_copies, version_of
-from patrickstar._autograd.windows import GraphSnapshot, HiddenNodes, ModuleUse, Window
+from patrickstar._autograd.windows import GraphSnapshot, HiddenNodes, Window
 from patrickstar._distributed.param_sharding import local_part
 from patrickstar._memory.defer_sigint import defer_sigint
-from patrickstar._params.interception import adopt_parameter, adopt_view, intercept_parameter, let_through
+from patrickstar._params.interception import adopt_parameter, adopt_view
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.modes import managing
 from patrickstar._params.out_of_memory import run_with_retry
@@ -50,14 +54,18 @@ class Interceptor:
         self.full_state = full_state
         self.gradient = GradientAttribute(gradients, optimizer_in_backward)
         self.optimizer_in_backward = optimizer_in_backward
-        self.gradient_hooks = GradientHooks(gradients, optimizer_in_backward)
+        has_accelerator = self.data.manager.hardware.accelerator is not None
+        self.lock = EngineLock(full_state.state.process, has_device_thread=has_accelerator)
+        self.gradient_hooks = GradientHooks(gradients, optimizer_in_backward, self.lock)
         self.window: Window | None = None
         self.hidden_nodes = HiddenNodes()
-        self.listed: dict[ManagedParam, torch.Tensor] = {}
-        """Entries of the state dict that a module is about to fill by `detach`, so that no parameter is fetched."""
+        self._plain_backwards: dict[int, bool] = {}
+        """Backwards that run outside of `engine.backward`, by number; True for those that hold the lock."""
+        self.listed: dict[tuple[int, ManagedParam], torch.Tensor] = {}
+        """Entries of the state dict that a module is about to fill, in a thread, by `detach`: it fetches nothing."""
         self.addressed: tuple[ManagedParam, ...] = ()
         """Parameters whose addresses were taken since the last operator. See [Note: addresses of parameters]."""
-        self.closer = EngineCloser(optimizer_in_backward)
+        self.closer = EngineCloser(optimizer_in_backward, self.lock)
 
     @property
     def in_backward(self) -> bool:
@@ -75,14 +83,19 @@ class Interceptor:
 
     def operate(self, func: Any, args: Any, kwargs: dict[str, Any], tensors: list[Any], native: bool = False) -> Any:
         """Run an operator that takes managed tensors. `native`: native code has called it, and its node is not seen."""
-        if native and torch.is_grad_enabled() and not self.in_backward:
-            self.hidden_nodes.note(self._managed_params_of(tensors), native=True)
+        if outside := self.lock.owner != get_ident():
+            self.lock.acquire(f"parameter {tensors[0]._managed_params[0].name!r}")
         try:
+            if native and torch.is_grad_enabled() and not self.in_backward:
+                self.hidden_nodes.note(self._managed_params_of(tensors), native=True)
             return self._operate(func, args, kwargs, tensors)
         except (DiskError, MoveError) as error:
             if not self.data.tracer.in_iteration_now:  # otherwise the engine's own call handles it
                 self.closer.close_engine(error)
             raise
+        finally:
+            if outside:
+                self.lock.release()
 
     def full_precision(self, managed: ManagedParam) -> torch.Tensor:
         """Return a host copy of a parameter in full precision; every process must call it."""
@@ -106,8 +119,9 @@ class Interceptor:
                 return self.gradient_hooks.add_before(managed_params[0], args, kwargs)
             if func in (_GET_GRAD, _SET_GRAD, _SET_DATA):
                 return self._operate_attribute(func, args, managed_params[0])
-            if managed_params[0] in self.listed and managed_param_of(tensors[0]) is not None:
-                return self.listed.pop(managed_params[0])
+            key = get_ident(), managed_params[0]
+            if key in self.listed and managed_param_of(tensors[0]) is not None:
+                return self.listed.pop(key)
             return detached_view(self._operate_plainly(func, args, kwargs, tensors, managed_params))
         return self._operate_plainly(func, args, kwargs, tensors, managed_params)
 
@@ -134,13 +148,13 @@ class Interceptor:
                 with managing():
                     self._progress()
             return out
-        suspended = self._access(managed_params)
+        suspended = self.access(managed_params)
         try:
             out = self._run(func, args, kwargs, tensors, managed_params, before, held=False)
         except BaseException:
-            self._end_uses(managed_params, suspended)
+            self.end_uses(managed_params, suspended)
             raise
-        self._release(managed_params, suspended)
+        self.end_operator(managed_params, suspended)
         return out
 
     def _address(
@@ -158,7 +172,7 @@ class Interceptor:
             self.addressed = tuple(dict.fromkeys((*self.addressed, *managed_params)))
             with managing():
                 self.data.access(self.addressed, torch.is_grad_enabled() or self.in_backward, gently=self.in_backward)
-            self._end_uses(self.addressed, None)
+            self.end_uses(self.addressed, None)
         return func(*args, **kwargs)
 
     def _managed_params_of(self, tensors: list[Any]) -> tuple[ManagedParam, ...]:
@@ -211,13 +225,14 @@ class Interceptor:
                 for managed in dict.fromkeys(managed for tensor in written for managed in tensor._managed_params):
                     self.data.on_in_place_write(managed, copied)
         if func is not F.embedding:  # its backward reads only the indices
-            self._track_outputs(out, managed_params, before, held)
+            self.track_outputs(out, managed_params, before, held)
         return out
 
-    def _release(self, managed_params: Sequence[ManagedParam], suspended: Window | None) -> None:
+    def end_operator(self, managed_params: Sequence[ManagedParam], suspended: Window | None) -> None:
+        """End an access, and the operator that it was for."""
         belongs = torch.is_grad_enabled() or self.in_backward
         with managing():
-            self._end_uses(managed_params, suspended)
+            self.end_uses(managed_params, suspended)
             self.data.op_boundary(belongs)
             self._progress()
 
@@ -227,35 +242,14 @@ class Interceptor:
             self.optimizer_in_backward.speculation.progress()
         self.optimizer_in_backward.optimizer_step.progress()
 
-    def _end_uses(self, managed_params: Sequence[ManagedParam], suspended: Window | None) -> None:
+    def end_uses(self, managed_params: Sequence[ManagedParam], suspended: Window | None) -> None:
+        """End an access, and open the window again that it suspended."""
         self.data.release(managed_params, TensorState.HOLD if self.in_backward else TensorState.HOLD_AFTER_FWD)
         if suspended is not None:
             with managing():
                 self._open(suspended)
 
-    def open_module_window(self, managed_params: tuple[ManagedParam, ...], inputs: Any) -> ModuleUse:
-        """Fetch all parameters of a module, and make them plain Parameters until `close_module_window`."""
-        before = GraphSnapshot.now(inputs, {})
-        suspended = self._access(managed_params)
-        let = [managed for managed in managed_params if managed_param_of(managed.param) is not None]
-        for managed in let:
-            let_through(managed)
-        return ModuleUse(managed_params, let, before, suspended)
-
-    def abandon_module_window(self, use: ModuleUse) -> None:
-        """End a module call that raised an exception, which other processes may not have."""
-        for managed in use.let_through:
-            intercept_parameter(managed)
-        self._end_uses(use.managed_params, use.suspended)
-
-    def close_module_window(self, use: ModuleUse, out: Any) -> None:
-        """End a module call that returned `out`, and register its window on each node that it added to the graph."""
-        for managed in use.let_through:
-            intercept_parameter(managed)
-        self._track_outputs(out, use.managed_params, use.before)
-        self._release(use.managed_params, use.suspended)
-
-    def _access(self, managed_params: Sequence[ManagedParam]) -> Window | None:
+    def access(self, managed_params: Sequence[ManagedParam]) -> Window | None:
         """Access `managed_params`; return the window that was suspended for them, if any.
 
         See [Note: recomputation inside a window].
@@ -299,7 +293,7 @@ class Interceptor:
         window = Window(managed_params)
         return lambda _: self.enter_backward(window)
 
-    def _track_outputs(
+    def track_outputs(
         self, out: Any, managed_params: tuple[ManagedParam, ...], before: GraphSnapshot, held: bool = False
     ) -> None:
         """Intercept views among an operator's outputs, and open its window before the nodes it added to the graph.
@@ -328,17 +322,24 @@ class Interceptor:
         """Copy an assigned `parameter.data` of the same dtype, shape and device into the chunk."""
         if is_own_data(managed, value):
             return
-        self._access((managed,))
+        self.access((managed,))
         with managing():
             managed.payload().copy_(local_part(value))
             self.data.on_in_place_write(managed)
-        self._release((managed,), None)
+        self.end_operator((managed,), None)
 
     # Backward windows
 
-    @defer_sigint
     def enter_backward(self, window: Window) -> None:
         """Open an operator's window before one of its nodes runs."""
+        if self.lock.owner == get_ident():
+            self._enter(window)
+            return
+        with self.lock:
+            self._enter(window)
+
+    @defer_sigint
+    def _enter(self, window: Window) -> None:
         if window is self.window:
             return
         if torch.is_grad_enabled():
@@ -350,20 +351,26 @@ class Interceptor:
         with torch._C.DisableTorchFunctionSubclass(), managing():
             if self.window is None and not self.gradient_hooks.backward_depth:
                 self.optimizer_in_backward.check_inactive("another backward")
-                self.data.begin_backward()
-                Variable._execution_engine.queue_callback(self.end_backward)
+                self._begin_plain_backward()
             self._close()
             self._open(window)
 
-    def end_iteration(self) -> None:
-        """Forget the graphs of an iteration before its step, which changes what they read."""
-        self.abandon()
-        self.hidden_nodes.clear()
+    def _begin_plain_backward(self) -> None:
+        """Begin a backward outside of `engine.backward`; it ends with autograd's callback, or when that is freed."""
+        holds = self.lock.begin_backward()
+        self.data.begin_backward()
+        end = partial(self._end_plain_backward, self.data.backward_id)
+        self._plain_backwards[self.data.backward_id] = holds
+        Variable._execution_engine.queue_callback(end)
+        weakref.finalize(end, self._end_plain_backward, self.data.backward_id).atexit = False
 
-    def abandon(self) -> None:
-        """Close the window that a failed backward outside `engine.backward` left open."""
-        if self.window is not None and not self.gradient_hooks.backward_depth:
-            self.end_backward()
+    def _end_plain_backward(self, number: int) -> None:
+        holds = self._plain_backwards.pop(number, None)
+        if holds is not None:
+            try:
+                self.end_backward()
+            finally:
+                self.lock.end_backward(holds)
 
     @defer_sigint
     def end_backward(self) -> None:

@@ -10,17 +10,23 @@ tokens, and linked processes make the same accesses ([Note: linked processes]).
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from functools import cache, partial
+from threading import get_ident
 from typing import Any
 
 import torch
 from torch import nn
 
 from patrickstar._autograd.interceptor import Interceptor
-from patrickstar._autograd.windows import ModuleUse
+from patrickstar._autograd.module_windows import (
+    ModuleUse,
+    abandon_module_window,
+    close_module_window,
+    open_module_window,
+)
 from patrickstar._kernels.torch_optim_adapter import import_compiler
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.tensor_subclass import managed_param_of
-from patrickstar.errors import ModelError
+from patrickstar.errors import ModelError, TrainingError
 
 MATRIX_DIMS = 2
 FAST_PATH_LAYERS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
@@ -149,6 +155,8 @@ class ModuleHooks:
             if callable(getattr(submodule, "generate", None)) and submodule not in self._generating:
                 self._hook_generation(submodule)
                 self._generating.add(submodule)
+            if hasattr(type(submodule), "update_and_allocate") and "update_and_allocate" not in vars(submodule):
+                self._explain_allocation(submodule)
             if submodule in self._hooked:
                 continue
             if isinstance(submodule, FAST_PATH_LAYERS):
@@ -175,29 +183,54 @@ class ModuleHooks:
 
         def before_call(layer: nn.Module, args: Any, kwargs: Any) -> None:
             if layer is module:  # a deep copy has the hooks too, but is not managed
-                uses.append(self.interceptor.open_module_window(_managed_params_of(module), (args, kwargs)))
+                uses.append(open_module_window(self.interceptor, _managed_params_of(module), (args, kwargs)))
 
         def after_call(layer: nn.Module, args: Any, out: Any) -> None:
             if layer is module and uses:
-                self.interceptor.close_module_window(uses.pop(), out)
+                close_module_window(self.interceptor, uses.pop(), out)
 
         self._undo.append(module.register_forward_pre_hook(EngineHook(before_call), with_kwargs=True).remove)
         self._undo.append(module.register_forward_hook(EngineHook(after_call), always_call=True).remove)
 
     def _hook_generation(self, module: nn.Module) -> None:
         """Plan each forward that the module's `generate` calls, by whatever path: see `Residency.evaluation`."""
-        residency, opened = self.interceptor.data.residency, ExitStack()
+        residency, lock = self.interceptor.data.residency, self.interceptor.lock
+        opened: dict[int, ExitStack] = {}
 
         def before_call(layer: nn.Module, args: Any, kwargs: Any) -> None:
-            if layer is module and not torch.is_grad_enabled() and residency.may_plan:
-                opened.enter_context(residency.evaluation((id(module), _input_shape(args, kwargs))))
+            if layer is module and not torch.is_grad_enabled() and get_ident() not in opened:
+                with ExitStack() as stack:
+                    stack.enter_context(lock)
+                    if residency.may_plan:
+                        stack.enter_context(residency.evaluation((id(module), _input_shape(args, kwargs))))
+                        opened[get_ident()] = stack.pop_all()
 
         def after_call(layer: nn.Module, args: Any, out: Any) -> None:
-            if layer is module:
-                opened.close()
+            if layer is module and (stack := opened.pop(get_ident(), None)) is not None:
+                stack.close()
 
         self._undo.append(module.register_forward_pre_hook(EngineHook(before_call), with_kwargs=True).remove)
         self._undo.append(module.register_forward_hook(EngineHook(after_call), always_call=True).remove)
+
+    def _explain_allocation(self, module: Any) -> None:
+        """Let peft's AdaLoRA say what it needs: it reads gradients after the step, which has used them up."""
+        allocate: Callable[..., Any] = module.update_and_allocate
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return allocate(*args, **kwargs)
+            except TypeError as error:
+                trained = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
+                names = [name for name, param in trained if param.grad is None]
+                if not names:
+                    raise
+                raise TrainingError(
+                    f"update_and_allocate reads the gradient of {names[0]!r}, which optimizer.step() has used up: "
+                    f"clone the adapters' gradients before the step, assign the copies to parameter.grad after it, and "
+                    f"call optimizer.zero_grad() after update_and_allocate"
+                ) from error
+
+        self.replace_method(module, "update_and_allocate", WrappedMethod(module, "update_and_allocate", call))
 
     def _wrap_call(self, module: nn.Module, call: Callable[..., Any]) -> None:
         """Wrap the call with its hooks, in which a module may exchange tokens: `module.compile()` compiles them too."""
@@ -247,13 +280,13 @@ class ModuleHooks:
 
     def _in_window(self, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a function in a window of all parameters of a module."""
-        use = self.interceptor.open_module_window(_managed_params_of(module), (args, kwargs))
+        use = open_module_window(self.interceptor, _managed_params_of(module), (args, kwargs))
         try:
             out = function(*args, **kwargs)
         except BaseException:
-            self.interceptor.abandon_module_window(use)
+            abandon_module_window(self.interceptor, use)
             raise
-        self.interceptor.close_module_window(use, out)
+        close_module_window(self.interceptor, use, out)
         return out
 
     def replace_method(self, module: nn.Module, name: str, method: Callable[..., Any]) -> None:

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import torch
 
+from patrickstar._autograd.engine_lock import EngineLock
 from patrickstar._distributed.param_sharding import local_part
 from patrickstar._params.lazy_tensor import LazyTensor
 from patrickstar._params.managed_param import ManagedParam
@@ -17,7 +18,9 @@ from patrickstar.errors import ModelError, TrainingError
 
 
 class Closer(Protocol):
-    """Closes the engine after a loss of data."""
+    """Locks the engine, and closes it after a loss of data."""
+
+    lock: EngineLock
 
     def close_on_data_loss(self) -> AbstractContextManager[None]:
         """Free everything and close the engine if a failed disk or thread has lost bytes of chunks."""
@@ -33,6 +36,10 @@ class GradientElements:
     @property
     def name(self) -> str:
         return f"the gradient of {self.managed.name!r}"
+
+    @property
+    def lock(self) -> EngineLock:
+        return self._closer.lock
 
     @property
     def version(self) -> Hashable:
@@ -75,6 +82,7 @@ class GradientAttribute:
                     f"processes average it: read it after engine.backward(loss)"
                 )
             data.synchronize_gradients(Request.STATE)
+        self.gradients.store_zeros(managed)
         if not data.has_gradient(managed):
             return None
         dtype = self.gradients.stored_dtype(managed)
@@ -95,6 +103,8 @@ class GradientAttribute:
             self.gradients.check_final(managed)
             _check_assignable(managed, value)
         param.grad = None
+        self.gradients.unscaled.discard(managed)
+        self.gradients.forget((managed,))
         self.optimizer_in_backward.optimizer_step.complete((managed,))
         self.gradients.data.discard_gradient(managed)
         if value is not None:

@@ -123,13 +123,3 @@ class Window:
     managed_params: Sequence[ManagedParam]
     held: bool = False
     """True while it is open on held chunks, which it only pins."""
-
-
-class ModuleUse(NamedTuple):
-    """One running call of a module that has a single window for all its operators."""
-
-    managed_params: tuple[ManagedParam, ...]
-    let_through: list[ManagedParam]
-    """Parameters that are not intercepted during the call."""
-    before: GraphSnapshot
-    suspended: Window | None

@@ -12,7 +12,7 @@ import torch
 
 from patrickstar._checkpoint.atomic_dir import AtomicDir
 from patrickstar._checkpoint.direct_writer import write_error
-from patrickstar._checkpoint.safetensors_file import DTYPES, SafetensorsFile, TensorEntry
+from patrickstar._checkpoint.safetensors_file import DENSE_ADVICE, DTYPES, SafetensorsFile, TensorEntry
 from patrickstar._kernels.rounding import rounded
 from patrickstar._layout.byte_size import parse_size
 from patrickstar._params.managed_param import ManagedParam
@@ -102,6 +102,8 @@ def _items(state: ModelState, dtype: torch.dtype | None) -> list[ExportItem]:
             saved_dtype = dtype if dtype is not None and managed.full_dtype.is_floating_point else managed.full_dtype
         if saved_dtype not in DTYPES:
             raise ModelError(f"{name!r} has dtype {saved_dtype}, which safetensors cannot store")
+        if value.layout is not torch.strided:
+            raise ModelError(f"{name!r} has layout {value.layout}, which safetensors cannot store: {DENSE_ADVICE}")
         entry = TensorEntry(name, saved_dtype, tuple(value.shape))
         items.append(ExportItem(entry, managed if managed is not None else value))
     return items

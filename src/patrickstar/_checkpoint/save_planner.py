@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from patrickstar._checkpoint.manifest import LARGEST_BYTES
-from patrickstar._checkpoint.safetensors_file import DTYPES
+from patrickstar._checkpoint.safetensors_file import DENSE_ADVICE, DTYPES
 from patrickstar._checkpoint.shard_box import ShardBox, boxes_in
 from patrickstar._layout.schema import PARAM16, PARAM32
 from patrickstar._layout.shard_geometry import Box, listed, uncovered
@@ -146,7 +146,10 @@ def whole_tensors(tensors: Mapping[str, torch.Tensor]) -> list[TensorShard]:
     """Return shards of whole tensors. Raises CheckpointError if safetensors cannot store one."""
     for name, value in tensors.items():
         if value.dtype not in DTYPES or value.layout is not torch.strided:
-            raise CheckpointError(f"{name} has {value.dtype} and {value.layout}, which safetensors cannot store")
+            advice = "" if value.layout is torch.strided else f": {DENSE_ADVICE}"
+            raise CheckpointError(
+                f"{name} has {value.dtype} and {value.layout}, which safetensors cannot store{advice}"
+            )
     return [
         TensorShard(name, tuple(value.shape), Box.whole(value.shape), value.dtype, value=value)
         for name, value in tensors.items()

@@ -1,12 +1,16 @@
 """`torch.optim.Optimizer` whose states are stored in chunks."""
 
 import copy
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
+from patrickstar._autograd.module_hooks import WrappedMethod
 from patrickstar._engine.averaging import averaged
 from patrickstar._engine.core import EngineCore
 from patrickstar._engine.optimizer_state import OptimizerState
@@ -45,6 +49,8 @@ class ChunkOptimizer(torch.optim.Optimizer):
             )
         for number, group in enumerate(self.param_groups):
             self._check_group(number, group)
+        zero_grad = WrappedMethod(module, "zero_grad", partial(_zero_grad, weakref.ref(module), weakref.ref(self)))
+        core.module_hooks.replace_method(module, "zero_grad", zero_grad)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TrainingError(
@@ -76,8 +82,13 @@ class ChunkOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Discard gradients that no step has consumed. `set_to_none` has no effect: gradients are always freed."""
-        self._core.drop_gradients()
+        """Discard gradients that no step has consumed.
+
+        Args:
+            set_to_none: If False, parameters that had a gradient get zeros, with which the next step updates them if no
+                backward adds to them. The zeros take no memory.
+        """
+        self._core.drop_gradients(to_zeros=not set_to_none)
 
     def eval(self) -> None:
         """Let forwards read the average of the parameters, if the optimizer is schedule-free, until `train` is called.
@@ -299,6 +310,17 @@ class ChunkOptimizer(torch.optim.Optimizer):
                 f"options of {name} do not need it: set the same option there (for SGD a momentum above 0; schedulers "
                 f"that change momentum have an option not to)"
             )
+
+
+def _zero_grad(
+    module: "weakref.ref[nn.Module]", optimizer: "weakref.ref[ChunkOptimizer]", set_to_none: bool = True
+) -> None:
+    """Zero the gradients of a module, those that a step has used included: its own `zero_grad` does not see them."""
+    managing, managed = optimizer(), module()
+    if managing is not None and not set_to_none:
+        managing.zero_grad(set_to_none=False)
+    elif managed is not None:
+        type(managed).zero_grad(managed, set_to_none)
 
 
 def _shape(value: Any) -> tuple[int, ...] | None:

@@ -1,6 +1,5 @@
 """Wiring of an engine's parts, and the optimizer step that combines them."""
 
-import os
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from patrickstar._distributed.process_group import Processes
 from patrickstar._distributed.single_process import SINGLE_PROCESS
 from patrickstar._engine.distributed_init import broadcast_buffers, chunk_comm, negotiate_layout
 from patrickstar._engine.distribution import Distribution
+from patrickstar._engine.engine_call import engine_call
 from patrickstar._engine.frozen_modules import WithFrozen
 from patrickstar._engine.input_record import InputRecord, shapes_of
 from patrickstar._engine.lazy_state import LazyState
@@ -36,7 +36,6 @@ from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.torch_optim_adapter import import_compiler
 from patrickstar._layout.chunk_mapping import Layout
 from patrickstar._memory.chunk_manager import ChunkManager
-from patrickstar._memory.defer_sigint import handle_sigint
 from patrickstar._memory.direct_io import PAGE_BYTES
 from patrickstar._memory.hardware import Hardware
 from patrickstar._memory.memory_meter import Meter
@@ -142,7 +141,7 @@ class EngineCore:
         )
         self.scaler = LossScaler(config.precision == "fp16")
         self.kernels = kernels if kernels is not None else Kernels.best(self.device)
-        self.gradients = Gradients(self.data, self.scaler, self.kernels)
+        self.gradients = Gradients(self.data, self.scaler, self.kernels, late=config.update is not None)
         self.model_state = ModelState(self.module, self.data)
         buffers = plan.staging_size, plan.buffer_bytes
         self.optimizer_step = OptimizerStep(self.data, config.optimizer, self.kernels, *buffers, config.update)
@@ -195,7 +194,7 @@ class EngineCore:
 
     def begin_iteration(self, key: Hashable, inputs: tuple[Any, Any]) -> None:
         """Open an iteration of this kind, unless one is open, before a forward with these args and kwargs."""
-        self.data.residency.begin_iteration(key)
+        self.data.residency.begin_iteration(key, before_backward=not self.data.backwards_in_step)
         self._inputs = None
         if self._explain_refusal is not None and self.tracer.unconfirmed:
             self._inputs = InputRecord(inputs)
@@ -210,14 +209,15 @@ class EngineCore:
         if speculation.possible and not self.optimizer_step.next_is_late:
             speculation.begin(groups, hyper_parameters(param_groups), self.gradients.scales)
 
-    @handle_sigint
+    @engine_call
     def step(self, groups: Mapping[ManagedParam, Mapping[str, Any]], param_groups: Iterable[dict[str, Any]]) -> None:
         """Run one optimizer step with the param group of each parameter."""
         self.check_open()
         self.check_not_averaged("a step")
+        self.gradients.check_scaled()
         self.manager.begin_phase("step")
         self.background_save.poll()
-        self.interceptor.end_iteration()
+        self.interceptor.hidden_nodes.clear()
         self.data.residency.end()
         self._inputs = None
         if self.tracer.end_iteration():
@@ -228,6 +228,7 @@ class EngineCore:
         with self.internal_computation():
             self.optimizer_in_backward.finish(groups)
             self.data.synchronize_gradients(Request.STEP)
+            self.gradients.begin_step(groups)
             overflow = self.gradients.overflowed()
             speculation = self.optimizer_in_backward.speculation
             if speculation.possible:
@@ -251,8 +252,9 @@ class EngineCore:
         if self.recording is not None:
             self.recording.end_step()
 
-    @handle_sigint
-    def drop_gradients(self) -> None:
+    @engine_call
+    def drop_gradients(self, *, to_zeros: bool) -> None:
+        """Discard all gradients; `to_zeros`: those that PyTorch would keep are zeros."""
         self.check_open()
         self.optimizer_in_backward.check_inactive("dropping gradients")
         with self.close_on_data_loss():
@@ -262,9 +264,13 @@ class EngineCore:
                 self._flush()
                 self.data.backwards_in_step = 0
             self.optimizer_step.end_step()  # of one that was interrupted
-            self.gradients.drop()
+            if to_zeros:
+                self.gradients.zero()
+            else:
+                self.gradients.drop()
+                self.gradients.forget(self.data.managed_params)
 
-    @handle_sigint
+    @engine_call
     def flush(self) -> None:
         """End the delay of updates; see `ChunkOptimizer.flush`."""
         self.check_open()
@@ -392,9 +398,4 @@ class EngineCore:
         """Raise TrainingError if the engine is closed or was created by the parent process."""
         if not self.release.alive:
             raise TrainingError("this engine is closed; create a new one with ps.initialize")
-        if os.getpid() != self.model_state.process:
-            raise TrainingError(
-                f"this engine's chunks are in the memory of process {self.model_state.process}, and process "
-                f"{os.getpid()}, its child made by fork(), has no access to it: use the engine in the process that "
-                f"created it, and pass copies to the child (engine.state_dict())"
-            )
+        self.interceptor.lock.check_process()

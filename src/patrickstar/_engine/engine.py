@@ -13,10 +13,10 @@ from patrickstar._distributed.single_process import SINGLE_PROCESS
 from patrickstar._dry_run.precision_choice import settle_precision, warn_of_slow_precision
 from patrickstar._engine.chunk_optimizer import ChunkOptimizer
 from patrickstar._engine.core import EngineCore
+from patrickstar._engine.engine_call import engine_call
 from patrickstar._engine.engine_state import EngineState
 from patrickstar._engine.engine_view import EngineView
 from patrickstar._engine.param_init import WeightSource
-from patrickstar._memory.defer_sigint import handle_sigint
 from patrickstar._params.precision import cast_inputs
 from patrickstar._schedule.coordination import Request
 from patrickstar.config import Config
@@ -76,7 +76,7 @@ class Engine(EngineView, EngineState):
 
     # The training loop
 
-    @handle_sigint
+    @engine_call
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward.
 
@@ -94,7 +94,6 @@ class Engine(EngineView, EngineState):
         core = self._core
         core.check_open()
         core.optimizer_in_backward.check_inactive("a forward")
-        core.interceptor.abandon()
         core.sync_module_changes()
         args, kwargs = cast_inputs((args, kwargs), self.config.compute_dtype, self.device)
         key = core.signature(args, kwargs)
@@ -110,7 +109,7 @@ class Engine(EngineView, EngineState):
         core.data.finish_forward()
         return out
 
-    @handle_sigint
+    @engine_call
     def call_frozen(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Run the forward of a frozen module without gradients.
 
@@ -130,7 +129,6 @@ class Engine(EngineView, EngineState):
         core.check_open()
         if name not in core.frozen:
             raise ModelError(f"the engine has no frozen module {name!r}, only {sorted(core.frozen)}")
-        core.interceptor.abandon()
         core.sync_module_changes()
         args, kwargs = cast_inputs((args, kwargs), self.config.compute_dtype, self.device)
         with torch.no_grad(), core.cleanup_on_error():
@@ -140,7 +138,7 @@ class Engine(EngineView, EngineState):
             with core.data.residency.evaluation((name, core.signature(args, kwargs))):
                 return core.frozen[name](*args, **kwargs)
 
-    @handle_sigint
+    @engine_call
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Call the `generate` method of a transformers model, without gradients.
 
@@ -172,7 +170,7 @@ class Engine(EngineView, EngineState):
         """Set the evaluation mode of the model and return the engine."""
         return self.train(False)
 
-    @handle_sigint
+    @engine_call
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, *, update: bool = False, accumulate: bool = False
     ) -> None:
@@ -197,6 +195,7 @@ class Engine(EngineView, EngineState):
                 f"backward needs a scalar loss that depends on a parameter; this one has shape {tuple(loss.shape)} and "
                 f"requires_grad={loss.requires_grad}"
             )
+        self._core.gradients.check_scaled()
         if self._core.gradients.clipped:
             raise TrainingError("gradients were clipped and are final: call clip_grad_norm_ after the last backward")
         self._core.optimizer_in_backward.check_inactive("another backward")
@@ -209,7 +208,6 @@ class Engine(EngineView, EngineState):
                 "with fp16 no parameter can be updated before all gradients are known to be finite: leave out "
                 "update=True, or use precision='bf16'"
             )
-        self._core.interceptor.abandon()
         # Gradients of several processes are complete only after all processes have synchronized, at the step.
         # A delayed update runs beside the next step anyway.
         in_backward = update and self.world.size == 1 and not self._core.optimizer_step.next_is_late
@@ -223,6 +221,7 @@ class Engine(EngineView, EngineState):
         else:
             self._core.begin_speculation(self.optimizer.managed_groups, self.optimizer.param_groups)
         with self._core.cleanup_on_error():
+            holds = self._core.interceptor.lock.begin_backward()
             try:
                 with self._core.tracer.in_iteration():
                     self._core.interceptor.open_function_windows(loss)
@@ -230,6 +229,7 @@ class Engine(EngineView, EngineState):
                     torch.autograd.backward(scaled, retain_graph=retain_graph)
             finally:
                 self._core.interceptor.gradient_hooks.backward_depth -= 1
+                self._core.interceptor.lock.end_backward(holds)
             self._core.interceptor.end_backward()
             with torch.no_grad():
                 self._core.data.op_boundary(belongs=True)

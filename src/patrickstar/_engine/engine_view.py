@@ -108,7 +108,8 @@ class EngineView:
     def inspect(self) -> Inspection:
         """Return a snapshot of where everything is: tiers, chunks, parameters, the last trace and the loss scale.
 
-        It starts no transfers and does not wait: call it at any time, also on a closed engine. `stats` has statistics.
+        It starts no transfers and waits only for calls of other threads: call it at any time, also on a closed engine.
+        `stats` has statistics.
         """
         return inspect(self._core)
 

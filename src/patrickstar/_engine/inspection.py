@@ -115,7 +115,12 @@ class Inspection:
 
 
 def inspect(core: EngineCore) -> Inspection:
-    """Read the state of an engine without waiting for anything."""
+    """Read the state of an engine, when no other thread uses it."""
+    with core.interceptor.lock:
+        return _inspect(core)
+
+
+def _inspect(core: EngineCore) -> Inspection:
     manager, closed = core.manager, core.data.closed
     device, host, counters = manager.device_tier, manager.host_tier, manager.counters
     file = None if manager.disk_tier is None else manager.disk_tier.file

@@ -2,12 +2,14 @@
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from threading import get_ident
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
 
+from patrickstar._autograd.engine_lock import EngineLock
 from patrickstar._autograd.interceptor import Interceptor
 from patrickstar._params.lazy_tensor import LazyTensor
 from patrickstar._params.managed_param import ManagedParam
@@ -26,6 +28,10 @@ class ListElements:
     def name(self) -> str:
         entry = "the state_dict entry" if self._kind == self._managed.full_kind else f"the state {self._kind!r}"
         return f"{entry} of {self._managed.name!r}"
+
+    @property
+    def lock(self) -> EngineLock:
+        return self._interceptor.lock
 
     @property
     def version(self) -> Hashable:
@@ -73,14 +79,14 @@ class LazyState:
             return
         for param in module._parameters.values():
             if (managed := managed_param_of(param)) is not None:
-                self._interceptor.listed[managed] = self.tensor(managed, managed.full_kind)
+                self._interceptor.listed[get_ident(), managed] = self.tensor(managed, managed.full_kind)
 
     def after_state_dict(self, module: nn.Module, entries: dict[str, Any], prefix: str, local_metadata: Any) -> None:
         """Replace what a module's own way to fill its state dict has fetched: a hook of its `state_dict`."""
         for name, param in module._parameters.items():
             if (managed := managed_param_of(param)) is None:
                 continue
-            self._interceptor.listed.pop(managed, None)
+            self._interceptor.listed.pop((get_ident(), managed), None)
             entry = entries.get(prefix + name)
             if isinstance(entry, ManagedTensor) and not entry._is_whole:
                 entries[prefix + name] = self.tensor(managed, managed.full_kind)

@@ -37,7 +37,8 @@ class ParamStates(MutableMapping[str, Any]):
         elif value is not self[key] and not (isinstance(value, LazyTensor) and value.stores_same(self[key])):
             if not isinstance(value, torch.Tensor) or tuple(value.shape) != self._managed.full_shape:
                 raise ModelError(f"the state {key!r} of {self._managed.name!r} has to be a tensor of its shape")
-            self._core.full_state.write(self._managed, key, value)
+            with self._core.interceptor.lock:
+                self._core.full_state.write(self._managed, key, value)
 
     def __delitem__(self, key: str) -> None:
         raise ModelError(f"the state {key!r} of {self._managed.name!r} is stored in chunks and can't be deleted")

@@ -31,7 +31,7 @@ def release(interceptor: Interceptor, module_hooks: ModuleHooks, state: ModelSta
         threading.Thread(target=_release_in_thread, args=(interceptor, module_hooks, state), name="release").start()
         return []
     # The garbage collector may run at any time, even while a compiler traces.
-    with _disable_current_modes(), managing(), torch._C.DisableTorchFunctionSubclass():
+    with interceptor.lock, _disable_current_modes(), managing(), torch._C.DisableTorchFunctionSubclass():
         interceptor.window = None
         interceptor.optimizer_in_backward.cancel()
         if state.data.saving is not None:

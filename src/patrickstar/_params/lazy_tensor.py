@@ -1,6 +1,7 @@
 """Tensors whose elements are read from chunks when an operator needs them, and written back when one changes them."""
 
 from collections.abc import Callable, Collection, Hashable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -34,6 +35,10 @@ class Elements(Protocol):
     def version(self) -> Hashable:
         """A value that differs after the elements have changed."""
 
+    @property
+    def lock(self) -> AbstractContextManager[None]:
+        """Lock of the engine that stores the elements."""
+
     def read(self, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return a copy of the elements as a plain tensor that has its own storage, or in `out`."""
 
@@ -62,7 +67,7 @@ class _Source:
 
     def read(self) -> torch.Tensor:
         """Return a copy of the elements."""
-        with managing():
+        with self.elements.lock, managing():
             if self._at_address is not None and self._version == self.elements.version:
                 return self._at_address.clone()
             return self.elements.read()
@@ -79,12 +84,13 @@ class _Source:
 
     def read_to_address(self) -> torch.Tensor:
         """Return the elements at the addresses of the storage."""
-        if self._at_address is None or self._version != self.elements.version:
-            with managing():
-                version, memory = self.elements.version, self.reserve()[: self.nbytes].view(self.dtype)
+        with self.elements.lock, managing():
+            version = self.elements.version
+            if self._at_address is None or self._version != version:
+                memory = self.reserve()[: self.nbytes].view(self.dtype)
                 self._at_address = self.elements.read(torch.as_strided(memory, self.shape, self.strides))
                 self._version = version
-        return self._at_address
+            return self._at_address
 
 
 class LazyStorage:

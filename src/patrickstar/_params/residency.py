@@ -17,6 +17,9 @@ from patrickstar._params.managed_param import ManagedParam
 # the budget, the next is traced again. If memory for chunks is needed during the iteration (another gradient list, an
 # evaluation), held chunks are evicted last; windows fetch them again.
 
+MAX_FORWARDS = 256
+"""Forwards without a backward whose accesses are kept: nobody may ever compute gradients of theirs."""
+
 
 class Residency:
     """Holds chunks on the device for the length of an iteration or evaluation. See [Note: resident iterations]."""
@@ -28,10 +31,19 @@ class Residency:
         self.active = False
         """True while accessed chunks are held, and operators on held chunks run without an access."""
         self._evaluating = False
+        self._forwards = 0
+        """Number of forwards before the first backward of an iteration that is traced."""
 
-    def begin_iteration(self, key: Hashable) -> None:
-        """Open an iteration of this kind, unless one is open."""
+    def begin_iteration(self, key: Hashable, *, before_backward: bool) -> None:
+        """Open an iteration of this kind before a forward, unless one is open.
+
+        One that is traced for `MAX_FORWARDS` without a backward is forgotten, and another opened.
+        """
+        self._forwards += before_backward and self.tracer.unconfirmed
+        if self._forwards >= MAX_FORWARDS:
+            self.tracer.discard_iteration()
         if self.tracer.open_key is None:
+            self._forwards = 0
             self.tracer.begin_iteration(key)
             if self.tracer.resident:
                 self._begin()

@@ -1,7 +1,5 @@
 """Parameters and optimizer states in full precision, one at a time, after all updates."""
 
-import os
-
 import torch
 
 from patrickstar._params.managed_param import ManagedParam
@@ -26,7 +24,7 @@ class FullState:
         A closed engine has left its parameters, but no states.
 
         Raises:
-            TrainingError: The engine is closed, or was created by the parent of this process.
+            TrainingError: The engine is closed.
         """
         if self.data.closed and kind == managed.full_kind and self.state.keep_values:
             left = managed.param.detach().cpu()
@@ -63,9 +61,4 @@ class FullState:
             raise TrainingError(
                 f"the engine of parameter {managed.name!r} is closed, and its values are no longer stored: read them "
                 f"before engine.close()"
-            )
-        if os.getpid() != self.state.process:
-            raise TrainingError(
-                f"parameter {managed.name!r} is stored in the memory of process {self.state.process}, to which its "
-                f"child made by fork() has no access: pass copies to the child"
             )

@@ -1,7 +1,7 @@
 """Gradients of the next step: clipping and overflow detection over all of them, reading and writing one."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
@@ -13,16 +13,29 @@ from patrickstar._params.precision import LossScaler, clip_coefficient
 from patrickstar._schedule.coordination import Request
 from patrickstar.errors import TrainingError
 
+# [Note: gradients that are zero]
+# In PyTorch `zero_grad(set_to_none=False)` keeps the gradients that a step has used, as zeros, and the next step
+# updates a parameter that gets no other: weight decay and momentum go on. Here such a gradient takes no memory. It is
+# written over its parameter when a step begins without another one, or when it is read.
+
 
 class Gradients:
     """Gradients of the next optimizer step, scaled as the update will read them."""
 
-    def __init__(self, data: ModelData, scaler: LossScaler, kernels: Kernels) -> None:
+    def __init__(self, data: ModelData, scaler: LossScaler, kernels: Kernels, *, late: bool) -> None:
         self.data = data
+        self.late = late
+        """True if updates may be delayed or lock-free."""
         self.scaler = scaler
         self.kernels = kernels
         self._clips: list[float] = []
         self._grad_stats: GradStats | None = None
+        self.unscaled: set[ManagedParam] = set()
+        """Parameters with gradients of losses that this engine's loss scale did not multiply, though it has one."""
+        self._kept: set[ManagedParam] = set()
+        """Parameters whose gradient exists until `zero_grad()` in PyTorch, though a step has used it here."""
+        self._zeros: set[ManagedParam] = set()
+        """Parameters whose gradient is zero until a backward adds to it. See [Note: gradients that are zero]."""
         self.writes = 0
         """Number of calls of `write`."""
 
@@ -38,8 +51,58 @@ class Gradients:
         """True if the gradients were clipped, so that no further gradient may be accumulated."""
         return bool(self._clips)
 
+    def zero(self) -> None:
+        """Drop all gradients, and let those that PyTorch would keep be zeros. See [Note: gradients that are zero]."""
+        zeros = self._kept | {managed for managed in self.data.managed_params if managed.has_gradient}
+        self.drop()
+        self._kept, self._zeros = zeros, set(zeros)
+
+    def forget(self, managed_params: Collection[ManagedParam]) -> None:
+        """Let parameters without a stored gradient have none."""
+        self._kept.difference_update(managed_params)
+        self._zeros.difference_update(managed_params)
+
+    def is_zero(self, managed: ManagedParam) -> bool:
+        """Return whether a backward adds the parameter's gradient to zeros."""
+        return managed in self._zeros
+
+    def store_zeros(self, managed: ManagedParam) -> None:
+        """Store the gradient of a parameter if it is zero and no backward has added to it.
+
+        Raises:
+            TrainingError: Several processes would have to agree, or updates are late.
+        """
+        if managed not in self._zeros or self.data.has_gradient(managed):
+            return
+        if self.data.world.size > 1 or self.late:
+            raise TrainingError(
+                f"zero_grad(set_to_none=False) made the gradient of {managed.name!r} zero, and no backward has added "
+                f"to it: a step with such a gradient needs one process, and updates that are not late. Call zero_grad()"
+            )
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            zero = torch.zeros((), dtype=managed.chunk.dtype, device=managed.chunk.device)
+            self.data.accept_gradient(managed, zero.expand(managed.shape))
+
+    def begin_step(self, managed_params: Iterable[ManagedParam]) -> None:
+        """Store the gradients of a step that are zero; `managed_params` are those that it updates."""
+        for managed in managed_params if self._zeros else ():
+            self.store_zeros(managed)
+        self._zeros.clear()
+        self._kept.update(managed for managed in self.data.managed_params if managed.has_gradient)
+
+    def check_scaled(self) -> None:
+        """Raise TrainingError if a gradient is not of this engine's scaled loss, which only `drop` can end."""
+        for managed in self.unscaled:
+            raise TrainingError(
+                f"the gradient of {managed.name!r} is not multiplied by its engine's loss scale, which fp16 needs: it "
+                f"comes from loss.backward(), or from another engine's backward that went through this model, as a "
+                f"GAN's generator goes through the discriminator. In the first case call engine.backward(loss); in the "
+                f"second discard it by this engine's optimizer.zero_grad() before its own backward and step"
+            )
+
     def clip(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> torch.Tensor:
         """Make the step scale gradients to a global norm of at most `max_norm`; return the norm before clipping."""
+        self.check_scaled()
         self.data.synchronize_gradients(Request.NORM)
         norm = self._norm() if norm_type == 2.0 else self._norm_of_order(norm_type)
         if error_if_nonfinite and not math.isfinite(norm):
@@ -68,6 +131,8 @@ class Gradients:
 
         Every process must call this.
         """
+        self.check_scaled()
+        self.store_zeros(managed)
         self.data.synchronize_gradients(Request.STATE)
         if not self.data.has_gradient(managed):
             return None
@@ -134,6 +199,7 @@ class Gradients:
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             self.data.discard_gradients()
         self._clips.clear()
+        self.unscaled.clear()
         self._grad_stats = None
 
     def _make_room(self, managed_params: Sequence[ManagedParam]) -> None:
