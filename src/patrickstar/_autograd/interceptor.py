@@ -3,12 +3,14 @@
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch.autograd import Variable
 from torch.nn import functional as F
 
+from patrickstar._autograd.data_attribute import DataAttribute
 from patrickstar._autograd.embedding_lookup import can_look_up_on_host, embedding_lookup
 from patrickstar._autograd.gradient_hooks import GradientHooks
 from patrickstar._autograd.param_attributes import (
@@ -16,17 +18,17 @@ from patrickstar._autograd.param_attributes import (
     GradientAttribute,
     check_written_precision,
     copied_in_full,
-    is_own_data,
 )
 from patrickstar._autograd.windows import CustomFunctions, GraphSnapshot, ModuleUse, Window
 from patrickstar._distributed.param_sharding import local_part
 from patrickstar._memory.defer_sigint import defer_sigint
 from patrickstar._params.interception import adopt_parameter, adopt_view, intercept_parameter, let_through
 from patrickstar._params.managed_param import ManagedParam
+from patrickstar._params.memory_functions import EXPOSING, REPLACING, RESHAPING, UNVERSIONED, expose, versioned
 from patrickstar._params.modes import managing
 from patrickstar._params.out_of_memory import run_with_retry
 from patrickstar._params.precision import tensors_in
-from patrickstar._params.tensor_subclass import descriptor, managed_param_of
+from patrickstar._params.tensor_subclass import all_managed_params, descriptor, managed_param_of
 from patrickstar._schedule.tensor_state import TensorState
 from patrickstar._step.full_state import FullState
 from patrickstar._step.gradients import Gradients
@@ -35,10 +37,9 @@ from patrickstar.errors import BudgetError, DiskError, ModelError, MoveError, Pe
 
 _GET_GRAD, _SET_GRAD = descriptor("grad").__get__, descriptor("grad").__set__
 _SET_DATA = descriptor("data").__set__
-_COPIED = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__}
-"""Functions that expose memory outside PyTorch; they get a copy."""
 _ADD_HOOK = torch.Tensor.register_post_accumulate_grad_hook
-_SPECIAL = {torch.Tensor.view_as, _ADD_HOOK, _GET_GRAD, _SET_GRAD, _SET_DATA, torch.Tensor.detach} | _COPIED
+_SPECIAL = {torch.Tensor.view_as, _ADD_HOOK, _GET_GRAD, _SET_GRAD, _SET_DATA, torch.Tensor.detach}
+_SPECIAL |= EXPOSING | UNVERSIONED | REPLACING | RESHAPING
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -52,6 +53,7 @@ class Interceptor:
     def __init__(self, gradients: Gradients, optimizer_in_backward: OptimizerInBackward, full_state: FullState) -> None:
         self.data = gradients.data
         self.full_state = full_state
+        self.data_attribute = DataAttribute(self, full_state)
         self.gradient = GradientAttribute(gradients, optimizer_in_backward)
         self.optimizer_in_backward = optimizer_in_backward
         self.gradient_hooks = GradientHooks(gradients, optimizer_in_backward)
@@ -117,17 +119,22 @@ class Interceptor:
     ) -> Any:
         managed_params: tuple[ManagedParam, ...] = tensors[0]._managed_params
         if len(tensors) > 1:
-            managed_params = self._managed_params_of(tensors)
+            managed_params = all_managed_params(tensors)
         if func in _SPECIAL:
             if func is torch.Tensor.view_as:
                 # A custom Function that returns its input, as `DTensor.from_local` does: the copy is not intercepted.
                 func, args = (torch.Tensor.clone, args[:1]) if args[0] is args[1] else (func, args)
                 return self._operate_plainly(func, args, kwargs, tensors, managed_params)
-            if func in _COPIED:
-                return func(self.operate(torch.Tensor.clone, args[:1], {}, tensors), *args[1:], **kwargs)
+            if func in EXPOSING:
+                copied = partial(self.operate, torch.Tensor.clone, args[:1], {}, tensors)
+                return expose(func, f"parameter {managed_params[0].name!r}", copied, args[1:], kwargs)
+            if func in UNVERSIONED:
+                return self._operate_plainly(versioned(func), args, kwargs, tensors, managed_params)
+            if func in REPLACING or (func in RESHAPING and managed_param_of(args[0]) is not None):
+                return self.data_attribute.replace(func, managed_params[0], args, kwargs)
             if func is _ADD_HOOK:
                 return self.gradient_hooks.add_before(managed_params[0], args, kwargs)
-            if func is not torch.Tensor.detach:
+            if func in (_GET_GRAD, _SET_GRAD, _SET_DATA):
                 return self._operate_attribute(func, args, managed_params[0])
             if managed_params[0] in self.listed and managed_param_of(tensors[0]) is not None:
                 return self.listed.pop(managed_params[0])
@@ -162,21 +169,11 @@ class Interceptor:
         self._release(managed_params, suspended)
         return out
 
-    def _managed_params_of(self, tensors: list[Any]) -> tuple[ManagedParam, ...]:
-        """Return the parameters of an operator's managed tensors. Raises ModelError if one is another engine's."""
-        managed_params = tuple(dict.fromkeys(managed for tensor in tensors for managed in tensor._managed_params))
-        if any(tensor._interceptor is not self for tensor in tensors):
-            raise ModelError(
-                f"an operator combines parameter {managed_params[0].name!r} with a parameter of another engine; "
-                f"pass .detach().clone() of one of them"
-            )
-        return managed_params
-
     def _operate_attribute(self, func: Callable[..., Any], args: Sequence[Any], managed: ManagedParam) -> Any:
         """Read or assign `grad`, or assign `data`."""
         tensor = args[0]
         if func == _SET_DATA:
-            return self._assign_data(managed, args[1])
+            return self.data_attribute.assign(managed, args[1])
         # While autograd accumulates, the gradient is an ordinary tensor.
         if managed_param_of(tensor) is not None and (func != _GET_GRAD or tensor.grad is None):
             with managing():
@@ -326,15 +323,19 @@ class Interceptor:
             enter = enter or self._window_prehook(managed_params)
             node.register_prehook(enter)
 
-    def _assign_data(self, managed: ManagedParam, value: torch.Tensor) -> None:
-        """Copy an assigned `parameter.data` of the same dtype, shape and device into the chunk."""
-        if is_own_data(managed, value):
-            return
-        self._access((managed,))
-        with managing():
-            managed.payload().copy_(local_part(value))
-            self.data.on_in_place_write(managed)
-        self._release((managed,), None)
+    @contextmanager
+    def accessed(self, managed: ManagedParam) -> Iterator[None]:
+        """Hold a parameter on the device, as during an operator."""
+        if managed.on_host:
+            self.data.move_embedding_to_device(managed)
+        suspended = self._access((managed,))
+        try:
+            with managing():
+                yield
+        except BaseException:
+            self._end_uses((managed,), suspended)
+            raise
+        self._release((managed,), suspended)
 
     # Backward windows
 

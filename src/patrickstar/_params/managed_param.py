@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -56,6 +57,8 @@ class ManagedParam:
     sharding: ParamSharding | None = None
     """With several processes: the part of the parameter that this process holds."""
     device_view: torch.Tensor | None = field(default=None, repr=False)
+    views: WeakValueDictionary[int, torch.Tensor] = field(default_factory=WeakValueDictionary, repr=False)
+    """Views of the parameter, and its state_dict entry, by their ids. See [Note: assigned data]."""
 
     def __post_init__(self) -> None:
         self.state = ParamState(self.name)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from patrickstar._params.managed_param import ManagedParam
+from patrickstar.errors import ModelError
 
 # [Note: operator interception]
 # A managed Parameter remains the user's object; only its class changes, to one with `__torch_function__`. Every
@@ -22,7 +23,7 @@ _GETTERS = """
     _post_accumulate_grad_hooks
 """
 _METHODS = """
-    size dim numel nelement ndimension element_size is_floating_point is_complex is_signed data_ptr untyped_storage
+    size dim numel nelement ndimension element_size is_floating_point is_complex is_signed untyped_storage
     get_device is_shared requires_grad_ register_hook retain_grad __hash__
     __len__ _is_view storage_offset is_set_to  _typed_storage is_pinned is_inference
 """
@@ -102,9 +103,16 @@ class ManagedTensor:
 
     __torch_function__: ClassVar[Any] = classmethod(_torch_function)
 
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        """Intercept the one method that does not pass through `__torch_function__`."""
+        return intercepted(torch.Tensor.set_, (self, *args), kwargs)
+
 
 class ChunkView(ManagedTensor, torch.Tensor):
     """View of a parameter's payload. Operators that take it are intercepted like those of the parameter."""
+
+    ordinary_class: ClassVar[type[torch.Tensor]] = torch.Tensor
+    """Class of a tensor that is no longer a view."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         copied: torch.Tensor = memo.setdefault(id(self), plain_tensor(self))
@@ -137,6 +145,17 @@ class ChunkParameter(ManagedTensor, nn.Parameter):
 
 _LEAVES = frozenset((torch.Tensor, nn.Parameter, int, float, bool, type(None)))
 """Frequent types of arguments that contain no other argument."""
+
+
+def all_managed_params(tensors: Sequence[Any]) -> tuple[ManagedParam, ...]:
+    """Return the parameters of an operator's managed tensors. Raises ModelError if one is another engine's."""
+    managed_params = tuple(dict.fromkeys(managed for tensor in tensors for managed in tensor._managed_params))
+    if any(tensor._interceptor is not tensors[0]._interceptor for tensor in tensors):
+        raise ModelError(
+            f"an operator combines parameter {managed_params[0].name!r} with a parameter of another engine; "
+            f"pass .detach().clone() of one of them"
+        )
+    return managed_params
 
 
 def managed_param_of(tensor: Any) -> ManagedParam | None:
