@@ -308,6 +308,7 @@ class EngineCore:
     def sync_module_changes(self) -> None:
         """Reject parameters replaced since the last call, and give unfrozen ones the chunk lists of trained ones."""
         with torch._C.DisableTorchFunctionSubclass():
+            self.interceptor.data_attribute.check(writes=False)
             if self._structure is not None and self._structure.unchanged:
                 return
             self.module_hooks.notice(self.modules)
@@ -316,7 +317,7 @@ class EngineCore:
                 managed = managed_param_of(param)
                 if managed is None:
                     raise ModelError(
-                        f"parameter {name!r} was replaced or added after ps.initialize, so the engine does not manage "
+                        f"parameter {name!r} was replaced or added after ps.initialize, and the engine does not manage "
                         f"it; write into the old one under torch.no_grad(), or initialize again"
                     )
                 if param.requires_grad and not managed.schema.trained:
@@ -331,8 +332,7 @@ class EngineCore:
                         f"that treat it as frozen may exist; unfreeze between optimizer.step() and the next forward"
                     )
                 with managing():
-                    parts = self.data, self.interceptor, self.config, self.module
-                    self.layout = unfreeze(unfrozen, self.layout, *parts)
+                    self.layout = unfreeze(unfrozen, self.layout, self.data, self.interceptor, self.config, self.module)
                 self.tracer.invalidate()
             self._structure = ModelStructure(self.modules)
 
