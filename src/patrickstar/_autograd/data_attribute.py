@@ -212,11 +212,9 @@ def _has_strides(value: torch.Tensor, strides: Sequence[int]) -> bool:
 def _check_assignable(managed: ManagedParam, value: torch.Tensor) -> None:
     """Raise ModelError if a parameter can't take the place of a tensor that was assigned to its `data`."""
     name, chunk = managed.name, managed.chunk
-    if isinstance(value, ManagedTensor | LazyTensor):
-        raise ModelError(
-            f"`.data` of parameter {name!r} can't share the memory of another parameter, a gradient or a state, nor "
-            f"take other strides or part of its own: assign value.clone()"
-        )
+    if isinstance(value, LazyTensor) or (isinstance(value, ManagedTensor) and managed not in value._managed_params):
+        other = "a gradient or a state" if isinstance(value, LazyTensor) else f"{value._managed_params[0].name!r}"
+        raise ModelError(f"`.data` of parameter {name!r} can't share the memory of {other}: assign value.clone()")
     if value.shape != managed.full_shape:
         raise ModelError(
             f"`.data` of parameter {name!r} of shape {managed.full_shape} was assigned a tensor of shape "
@@ -230,10 +228,11 @@ def _check_assignable(managed: ManagedParam, value: torch.Tensor) -> None:
             f"into another model"
         )
     part = local_part(value)
-    if part.layout is not torch.strided or not _has_strides(part, managed.region.strides):
+    own = isinstance(value, ManagedTensor)  # but with other strides, or elsewhere
+    if own or part.layout is not torch.strided or not _has_strides(part, managed.region.strides):
         raise ModelError(
             f"`.data` of parameter {name!r} with strides {managed.region.strides} was assigned a tensor with other "
-            f"strides or layout: copy the values instead, p.data.copy_(value), or change the layout before "
+            f"strides or layout: copy the values instead, p.data.copy_(value.clone()), or change the layout before "
             f"ps.initialize"
         )
     if not part.untyped_storage().resizable():
