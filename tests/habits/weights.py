@@ -107,6 +107,29 @@ def _(trainer):
     return losses + train(trainer)
 
 
+@habit(DATA, "part = p[:4]; p.mul_(2), or p.data = values; part.sum().backward()")
+def _(trainer):
+    p, q = weights(trainer)
+    rows, columns = p[:4], q.t()[:, :2]
+    with torch.no_grad():
+        p.mul_(2)
+    q.data = torch.ones(WIDTH, WIDTH)
+    (rows.sum() + columns.sum()).backward()
+    return [rows, columns, p.grad.clone(), q.grad.clone()]
+
+
+@habit(DATA, "p.data.data = values; p.data = other_model.q.data; p.data.add_(1)")
+def _(trainer):
+    p, other = weights(trainer)[0], nn.Linear(WIDTH, WIDTH)
+    p.data.data = torch.zeros(WIDTH, WIDTH)
+    results = [evaluate(trainer)]
+    p.data = other.weight.data
+    p.data.add_(1)
+    results.append(other.weight.detach())
+    p.data = p.data.clone()
+    return results + train(trainer)
+
+
 @habit(DATA, "model.register_buffer('reference', p.data)")
 def _(trainer):
     trainer.module.register_buffer("reference", weights(trainer)[0].data, persistent=False)

@@ -45,12 +45,15 @@ class _Sharing:
     offset: int
     strides: tuple[int, ...]
 
-    def differs(self, payload: torch.Tensor) -> bool:
-        """Return whether the memory has other bits than a parameter that should share it."""
+    def values(self, payload: torch.Tensor) -> torch.Tensor:
+        """Return the memory as a tensor like the parameter that should share it."""
         storage = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)
         shared = torch.empty(0, dtype=payload.dtype, device=payload.device)
-        shared.set_(storage, self.offset, payload.shape, self.strides)
-        return not torch.equal(*(each.reshape(-1).view(torch.uint8) for each in (shared, payload)))
+        return shared.set_(storage, self.offset, payload.shape, self.strides)
+
+    def differs(self, payload: torch.Tensor) -> bool:
+        """Return whether the memory has other bits than a parameter that should share it."""
+        return not torch.equal(*(each.reshape(-1).view(torch.uint8) for each in (self.values(payload), payload)))
 
 
 class DataAttribute:
@@ -62,12 +65,21 @@ class DataAttribute:
         self._masters: Any = WeakTensorKeyDictionary()
         """Backups with their version and master; tensors that users gave, which need none, with None."""
 
-    def assign(self, managed: ManagedParam, value: torch.Tensor) -> None:
+    def assign(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
         """Give a parameter the values of a tensor, and make the tensor a view of the parameter.
+
+        A view of a parameter takes the tensor's memory, as any tensor does.
 
         Raises:
             ModelError: The parameter can't take the place of the tensor.
         """
+        managed = managed_param_of(tensor)
+        if managed is None:
+            release_view(tensor)
+            tensor.data = value
+            if isinstance(value, ManagedTensor):
+                adopt_view(tensor, value._managed_params, self._accessor)
+            return
         if _is_own(managed, value):
             return
         _check_assignable(managed, value)
@@ -93,14 +105,21 @@ class DataAttribute:
             ModelError: The function changes the memory or the shape of a parameter in another way.
         """
         tensor, *values = args
-        assigns = func is torch.Tensor.set_ and managed_param_of(tensor) is managed and not kwargs
+        assigns = func is torch.Tensor.set_ and managed_param_of(tensor) is not None and not kwargs
         if not assigns or len(values) != 1 or not isinstance(values[0], torch.Tensor):
             raise ModelError(
                 f"{func.__name__} can't change the memory or the shape of parameter {managed.name!r}, which is in a "
                 f"chunk: write values with copy_(), or change the model before ps.initialize"
             )
-        self.assign(managed, values[0])
+        self.assign(tensor, values[0])
         return tensor
+
+    def follow(self, managed: ManagedParam) -> None:
+        """Copy what was written into a parameter to the tensors that share its memory in plain PyTorch."""
+        sharing = self._sharing.get(managed)
+        if sharing is not None and not sharing.storage.expired():
+            payload = managed.payload()
+            sharing.values(payload).copy_(payload)
 
     def check(self, *, writes: bool) -> None:
         """Raise ModelError if a parameter can't be used because other tensors share memory that was assigned to it.
@@ -147,20 +166,27 @@ class DataAttribute:
         return any(isinstance(view, LazyTensor) or self._is_backup(managed, view) for view in views)
 
     def _keep(self, managed: ManagedParam, views: list[torch.Tensor], master: torch.Tensor | None) -> None:
-        """Give views of a parameter memory of their own, with the values that the parameter has now."""
+        """Give views of a parameter memory of their own, with the values that the parameter has now.
+
+        One with a gradient stays a view to autograd, which will ask where in the parameter it was.
+        """
         managed.views.clear()
         payload = managed.payload()
-        copied = torch.empty_like(payload).copy_(payload) if views else payload
+        first = managed.region.offset if any(view.requires_grad for view in views) else 0
+        memory = torch.empty(first + managed.numel if views else 0, dtype=payload.dtype, device=payload.device)
+        if views:
+            memory.as_strided(payload.shape, payload.stride(), first).copy_(payload)
         for view in views:
             if isinstance(view, LazyTensor):
                 assert master is not None
                 view.keep(master)
                 continue
             backup, part = self._is_backup(managed, view), local_part(view)
-            offset = part.storage_offset() - payload.storage_offset() * payload.itemsize // part.itemsize
+            offset = part.storage_offset() - (managed.region.offset - first) * payload.itemsize // part.itemsize
             own = torch.empty(0, dtype=part.dtype, device=part.device)
-            own.set_(copied.untyped_storage(), offset, part.shape, part.stride())
-            release_view(view)
+            own.set_(memory.untyped_storage(), offset, part.shape, part.stride())
+            if not view.requires_grad:
+                release_view(view)
             replace_data(view, own)
             if backup:
                 assert master is not None
@@ -182,11 +208,6 @@ class DataAttribute:
         else:
             sharing = _Sharing(StorageWeakRef(storage), int(part.storage_offset()), part.stride())
             self._sharing[managed] = sharing
-
-
-def _normalized(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
-    """Return the strides of the dimensions that have more than one element."""
-    return [stride for size, stride in zip(shape, strides, strict=True) if size != 1]
 
 
 def _is_own(managed: ManagedParam, value: torch.Tensor) -> bool:

@@ -152,17 +152,16 @@ class Interceptor:
         for managed in managed_params:
             if managed.on_host and not can_look_up_on_host(func, args, kwargs, managed):
                 self.data.move_embedding_to_device(managed)
-        before = GraphSnapshot.now(args, kwargs)
         if self._covers(managed_params):
             self._note(managed_params)
-            out = self._run(func, args, kwargs, tensors, managed_params, before, held=True)
+            out = self._run(func, args, kwargs, tensors, managed_params, held=True)
             if self.optimizer_in_backward.updating:
                 with managing():
                     self._progress()
             return out
         suspended = self._access(managed_params)
         try:
-            out = self._run(func, args, kwargs, tensors, managed_params, before, held=False)
+            out = self._run(func, args, kwargs, tensors, managed_params, held=False)
         except BaseException:
             self._end_uses(managed_params, suspended)
             raise
@@ -173,7 +172,7 @@ class Interceptor:
         """Read or assign `grad`, or assign `data`."""
         tensor = args[0]
         if func == _SET_DATA:
-            return self.data_attribute.assign(managed, args[1])
+            return self.data_attribute.assign(tensor, args[1])
         # While autograd accumulates, the gradient is an ordinary tensor.
         if managed_param_of(tensor) is not None and (func != _GET_GRAD or tensor.grad is None):
             with managing():
@@ -189,10 +188,11 @@ class Interceptor:
         kwargs: dict[str, Any],
         tensors: list[Any],
         managed_params: tuple[ManagedParam, ...],
-        before: GraphSnapshot,
         held: bool,
     ) -> Any:
         """Run an operator whose parameters are on the device; follow its in-place writes and its outputs."""
+        # After the access: once its parameter was written, a view's node is made anew, from where the parameter is.
+        before = GraphSnapshot.now(args, kwargs)
         copied = None
         if func in WRITERS:
             check_written_precision(func, args, tensors[0])
@@ -208,6 +208,7 @@ class Interceptor:
             with managing():
                 for managed in dict.fromkeys(managed for tensor in written for managed in tensor._managed_params):
                     self.data.on_in_place_write(managed, copied)
+                    self.data_attribute.follow(managed)
         if func is not F.embedding:  # its backward reads only the indices
             self._track_outputs(out, managed_params, before, held)
         return out
