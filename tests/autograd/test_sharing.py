@@ -1,11 +1,16 @@
 """Weights that are used several times: tied, shared between blocks, or read by the loss."""
 
+from functools import partial
+
+import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from toys import mean_square
 
+import patrickstar as ps
 from patrickstar import testing
+from patrickstar.errors import ModelError
 
 from .zoo import (
     WIDTH,
@@ -64,3 +69,42 @@ def test_a_penalty_on_all_weights_outside_forward(config):
         return [update(trainer, optimizer, mean_square(trainer(x)) + 0.01 * penalty)]
 
     compare_steps(lambda: Stack([linear()]), config, step)
+
+
+class Sharing(nn.Module):
+    """Model with a second parameter, or another tensor, in the memory of its first or of a buffer of its own."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.first, memory = linear(), torch.randn(WIDTH, 2 * WIDTH)
+        weight = self.first.weight
+        if kind in ("tied by data", "transposed"):
+            self.second = nn.Parameter(weight.data if kind == "tied by data" else weight.data.t())
+        elif kind == "slice":
+            self.second = nn.Parameter(weight.data[1:2])
+        elif kind == "buffer":
+            self.register_buffer("second", weight.detach())
+        elif kind == "attribute":
+            self.second = weight.detach()
+        elif kind == "rows":
+            weight.data, self.second = memory.view(-1, WIDTH)[:WIDTH], nn.Parameter(memory.view(-1, WIDTH)[WIDTH:])
+        elif kind == "columns":
+            weight.data, self.second = memory[:, :WIDTH], nn.Parameter(memory[:, WIDTH:])
+        elif kind == "expanded, frozen":
+            self.second = nn.Parameter(memory[0, 0].expand(WIDTH, WIDTH), requires_grad=False)
+        else:
+            self.second, self.third = nn.Buffer(memory[:, :WIDTH]), nn.Buffer(memory[:, :WIDTH])
+
+    def forward(self, x):
+        return (self.first(x).unsqueeze(-2) * self.second).sum(-1)
+
+
+@pytest.mark.parametrize("kind", ["tied by data", "transposed", "slice", "buffer", "attribute"])
+def test_shared_elements_are_refused_by_name(kind):
+    with pytest.raises(ModelError, match=r"(?=.*'first\.weight')(?=.*'second').*share memory"):
+        ps.initialize(partial(Sharing, kind), ps.Config(device="cpu"))
+
+
+@pytest.mark.parametrize("kind", ["rows", "columns", "expanded, frozen", "two buffers"])
+def test_shared_memory_without_shared_elements(kind, config):
+    testing.assert_exact(partial(Sharing, kind), normal_batches(), config)

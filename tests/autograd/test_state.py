@@ -68,7 +68,7 @@ READERS = {
     "tolist": lambda p: torch.tensor(p.tolist()).reshape(p.shape),
     "numpy": lambda p: torch.tensor(p.detach().float().numpy()),
     "numpy array": lambda p: torch.tensor(numpy.asarray(p.detach().float())),
-    "dlpack": lambda p: torch.from_dlpack(p.detach()).clone(),
+    "dlpack": lambda p: torch.from_dlpack(p.detach(), copy=True),
     "item": lambda p: torch.tensor([each.item() for each in p.flatten()]).reshape(p.shape),
     "storage": lambda p: torch.tensor(list(p.detach().clone().untyped_storage()), dtype=torch.uint8),
     "torch.save": lambda p: through_a_file(p).detach().to(p.dtype),

@@ -8,7 +8,7 @@ import torch
 
 from patrickstar.testing import assert_same_bits
 
-from . import gradients, models, saving
+from . import gradients, models, saving, weights
 from .registry import EXACT, HABITS, REFUSED, SAME, Habit, Plain, managed, train
 
 # PyTorch's own, about its checkpoints without a process group and about what its compiler imports.
@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated"),
 ]
 DOCS = Path(__file__).parents[2] / "docs" / "habits.md"
-assert gradients and models and saving
+assert gradients and models and saving and weights
 
 
 def table() -> str:

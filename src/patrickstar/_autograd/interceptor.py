@@ -1,7 +1,8 @@
 """Fetch an operator's parameters before it runs, and again before its backward. See [Note: backward windows]."""
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from threading import get_ident
 from typing import Any
@@ -10,6 +11,8 @@ import torch
 from torch.autograd import Variable
 from torch.nn import functional as F
 
+from patrickstar._autograd.addresses import hold_for_address
+from patrickstar._autograd.data_attribute import DataAttribute
 from patrickstar._autograd.embedding_lookup import can_look_up_on_host, embedding_lookup
 from patrickstar._autograd.engine_closer import EngineCloser
 from patrickstar._autograd.engine_lock import EngineLock
@@ -19,7 +22,6 @@ from patrickstar._autograd.param_attributes import (
     GradientAttribute,
     check_written_precision,
     copied_in_full,
-    is_own_data,
 )
 from patrickstar._autograd.transforms import run_on_copies, version_of
 from patrickstar._autograd.windows import GraphSnapshot, HiddenNodes, Window
@@ -27,10 +29,17 @@ from patrickstar._distributed.param_sharding import local_part
 from patrickstar._memory.defer_sigint import defer_sigint
 from patrickstar._params.interception import adopt_parameter, adopt_view
 from patrickstar._params.managed_param import ManagedParam
+from patrickstar._params.memory_functions import EXPOSING, REPLACING, RESHAPING, UNVERSIONED, expose, versioned
 from patrickstar._params.modes import managing
 from patrickstar._params.out_of_memory import run_with_retry
 from patrickstar._params.precision import tensors_in
-from patrickstar._params.tensor_subclass import ADDRESSES, descriptor, detached_view, managed_param_of
+from patrickstar._params.tensor_subclass import (
+    ADDRESSES,
+    all_managed_params,
+    descriptor,
+    detached_view,
+    managed_param_of,
+)
 from patrickstar._schedule.tensor_state import TensorState
 from patrickstar._step.full_state import FullState
 from patrickstar._step.gradients import Gradients
@@ -39,11 +48,9 @@ from patrickstar.errors import BudgetError, DiskError, ModelError, MoveError
 
 _GET_GRAD, _SET_GRAD = descriptor("grad").__get__, descriptor("grad").__set__
 _GET_DATA, _SET_DATA = descriptor("data").__get__, descriptor("data").__set__
-_COPIED = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__}
-"""Functions that expose memory outside PyTorch; they get a copy."""
 _ADD_HOOK = torch.Tensor.register_post_accumulate_grad_hook
 _SPECIAL = {torch.Tensor.view_as, _ADD_HOOK, _GET_GRAD, _SET_GRAD, _GET_DATA, _SET_DATA, torch.Tensor.detach}
-_SPECIAL |= _COPIED | ADDRESSES
+_SPECIAL |= EXPOSING | UNVERSIONED | REPLACING | RESHAPING | ADDRESSES
 
 
 class Interceptor:
@@ -52,6 +59,7 @@ class Interceptor:
     def __init__(self, gradients: Gradients, optimizer_in_backward: OptimizerInBackward, full_state: FullState) -> None:
         self.data = gradients.data
         self.full_state = full_state
+        self.data_attribute = DataAttribute(self, full_state)
         self.gradient = GradientAttribute(gradients, optimizer_in_backward)
         self.optimizer_in_backward = optimizer_in_backward
         has_accelerator = self.data.manager.hardware.accelerator is not None
@@ -87,7 +95,7 @@ class Interceptor:
             self.lock.acquire(f"parameter {tensors[0]._managed_params[0].name!r}")
         try:
             if native and torch.is_grad_enabled() and not self.in_backward:
-                self.hidden_nodes.note(self._managed_params_of(tensors), native=True)
+                self.hidden_nodes.note(all_managed_params(tensors), native=True)
             return self._operate(func, args, kwargs, tensors)
         except (DiskError, MoveError) as error:
             if not self.data.tracer.in_iteration_now:  # otherwise the engine's own call handles it
@@ -105,16 +113,24 @@ class Interceptor:
     def _operate(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], tensors: list[Any]) -> Any:
         managed_params: tuple[ManagedParam, ...] = tensors[0]._managed_params
         if len(tensors) > 1:
-            managed_params = self._managed_params_of(tensors)
+            managed_params = all_managed_params(tensors)
         if func in _SPECIAL:
             if func in ADDRESSES:
-                return self._address(func, args, kwargs, managed_params)
+                hold_for_address(self, managed_params)
+                return func(*args, **kwargs)
             if func is torch.Tensor.view_as:
                 # A custom Function that returns its input, as `DTensor.from_local` does: the copy is not intercepted.
                 func, args = (torch.Tensor.clone, args[:1]) if args[0] is args[1] else (func, args)
                 return self._operate_plainly(func, args, kwargs, tensors, managed_params)
-            if func in _COPIED:
-                return func(self.operate(torch.Tensor.clone, args[:1], {}, tensors), *args[1:], **kwargs)
+            if func in EXPOSING:
+                copied = partial(self.operate, torch.Tensor.clone, args[:1], {}, tensors)
+                return expose(func, f"parameter {managed_params[0].name!r}", copied, args[1:], kwargs)
+            if func in UNVERSIONED:
+                return self._operate_plainly(versioned(func), args, kwargs, tensors, managed_params)
+            if func in REPLACING or (func in RESHAPING and managed_param_of(args[0]) is not None):
+                return self.data_attribute.replace(func, managed_params[0], args, kwargs)
+            if func in RESHAPING:
+                return self._operate_plainly(func, args, kwargs, tensors, managed_params)
             if func is _ADD_HOOK:
                 return self.gradient_hooks.add_before(managed_params[0], args, kwargs)
             if func in (_GET_GRAD, _SET_GRAD, _SET_DATA):
@@ -140,56 +156,27 @@ class Interceptor:
         for managed in managed_params:
             if managed.on_host and not can_look_up_on_host(func, args, kwargs, managed):
                 self.data.move_embedding_to_device(managed)
-        before = GraphSnapshot.now(args, kwargs)
-        if self._covers(managed_params):
-            self._note(managed_params)
-            out = self._run(func, args, kwargs, tensors, managed_params, before, held=True)
+        if self.covers(managed_params):
+            self.note(managed_params)
+            out = self._run(func, args, kwargs, tensors, managed_params, held=True)
             if self.optimizer_in_backward.updating:
                 with managing():
                     self._progress()
             return out
         suspended = self.access(managed_params)
         try:
-            out = self._run(func, args, kwargs, tensors, managed_params, before, held=False)
+            out = self._run(func, args, kwargs, tensors, managed_params, held=False)
         except BaseException:
             self.end_uses(managed_params, suspended)
             raise
         self.end_operator(managed_params, suspended)
         return out
 
-    def _address(
-        self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], managed_params: Sequence[Any]
-    ) -> Any:
-        """Return an address, or something that has one, of parameters that stay on the device until the next operator.
-
-        See [Note: addresses of parameters].
-        """
-        for managed in managed_params:
-            if managed.on_host:
-                self.data.move_embedding_to_device(managed)
-        self._note(managed_params)
-        if not self._covers(managed_params):
-            self.addressed = tuple(dict.fromkeys((*self.addressed, *managed_params)))
-            with managing():
-                self.data.access(self.addressed, torch.is_grad_enabled() or self.in_backward, gently=self.in_backward)
-            self.end_uses(self.addressed, None)
-        return func(*args, **kwargs)
-
-    def _managed_params_of(self, tensors: list[Any]) -> tuple[ManagedParam, ...]:
-        """Return the parameters of an operator's managed tensors. Raises ModelError if one is another engine's."""
-        managed_params = tuple(dict.fromkeys(managed for tensor in tensors for managed in tensor._managed_params))
-        if any(tensor._interceptor is not self for tensor in tensors):
-            raise ModelError(
-                f"an operator combines parameter {managed_params[0].name!r} with a parameter of another engine; "
-                f"pass .detach().clone() of one of them"
-            )
-        return managed_params
-
     def _operate_attribute(self, func: Callable[..., Any], args: Sequence[Any], managed: ManagedParam) -> Any:
         """Read or assign `grad`, or assign `data`."""
         tensor = args[0]
         if func == _SET_DATA:
-            return self._assign_data(managed, args[1])
+            return self.data_attribute.assign(tensor, args[1])
         # While autograd accumulates, the gradient is an ordinary tensor.
         if managed_param_of(tensor) is not None and (func != _GET_GRAD or tensor.grad is None):
             with managing():
@@ -205,10 +192,11 @@ class Interceptor:
         kwargs: dict[str, Any],
         tensors: list[Any],
         managed_params: tuple[ManagedParam, ...],
-        before: GraphSnapshot,
         held: bool,
     ) -> Any:
         """Run an operator whose parameters are on the device; follow its in-place writes and its outputs."""
+        # After the access: once its parameter was written, a view's node is made anew, from where the parameter is.
+        before = GraphSnapshot.now(args, kwargs)
         copied = None
         if func in WRITERS:
             check_written_precision(func, args, tensors[0])
@@ -224,6 +212,7 @@ class Interceptor:
             with managing():
                 for managed in dict.fromkeys(managed for tensor in written for managed in tensor._managed_params):
                     self.data.on_in_place_write(managed, copied)
+                    self.data_attribute.follow(managed)
         if func is not F.embedding:  # its backward reads only the indices
             self.track_outputs(out, managed_params, before, held)
         return out
@@ -255,7 +244,7 @@ class Interceptor:
         See [Note: recomputation inside a window].
         """
         belongs, window = torch.is_grad_enabled() or self.in_backward, self.window
-        self._note(managed_params)
+        self.note(managed_params)
         with managing():
             self.optimizer_in_backward.optimizer_step.complete(managed_params)
             try:
@@ -271,7 +260,7 @@ class Interceptor:
                 self.data.pin(managed_params)
                 return window
 
-    def _covers(self, managed_params: Sequence[ManagedParam]) -> bool:
+    def covers(self, managed_params: Sequence[ManagedParam]) -> bool:
         """Finish updates of the parameters; return whether they can then be read without an access."""
         optimizer_step = self.optimizer_in_backward.optimizer_step
         if optimizer_step.updating:
@@ -279,7 +268,7 @@ class Interceptor:
                 optimizer_step.complete(managed_params)
         return self.data.residency.covers(managed_params)
 
-    def _note(self, managed_params: Sequence[ManagedParam]) -> None:
+    def note(self, managed_params: Sequence[ManagedParam]) -> None:
         """Remember the parameters of an operator that may be inside a custom Function."""
         if self.data.tracer.in_iteration_now and not torch.is_grad_enabled() and not self.in_backward:
             self.hidden_nodes.note(managed_params)
@@ -318,15 +307,19 @@ class Interceptor:
             enter = enter or self._window_prehook(managed_params)
             node.register_prehook(enter)
 
-    def _assign_data(self, managed: ManagedParam, value: torch.Tensor) -> None:
-        """Copy an assigned `parameter.data` of the same dtype, shape and device into the chunk."""
-        if is_own_data(managed, value):
-            return
-        self.access((managed,))
-        with managing():
-            managed.payload().copy_(local_part(value))
-            self.data.on_in_place_write(managed)
-        self.end_operator((managed,), None)
+    @contextmanager
+    def accessed(self, managed: ManagedParam) -> Iterator[None]:
+        """Hold a parameter on the device, as during an operator."""
+        if managed.on_host:
+            self.data.move_embedding_to_device(managed)
+        suspended = self.access((managed,))
+        try:
+            with managing():
+                yield
+        except BaseException:
+            self.end_uses((managed,), suspended)
+            raise
+        self.end_operator((managed,), suspended)
 
     # Backward windows
 
@@ -381,7 +374,7 @@ class Interceptor:
                 self.data.finish_backward_gradients()
 
     def _open(self, window: Window) -> None:
-        window.held = self._covers(window.managed_params)
+        window.held = self.covers(window.managed_params)
         if window.held:
             for managed in window.managed_params:
                 managed.chunk.pins += 1

@@ -184,22 +184,3 @@ def check_written_precision(func: Any, args: Sequence[Any], source: torch.Tensor
             f"with a copy that is rounded to {source.dtype}. Its full precision is in module.state_dict() and "
             f"engine.state_dict(); ps.EMA(engine) keeps an average. If rounded values are meant, clone() the parameter"
         )
-
-
-def is_own_data(managed: ManagedParam, value: torch.Tensor) -> bool:
-    """Return whether assigned data are the parameter's own.
-
-    Raises:
-        ModelError: They have another dtype, shape or device than the parameter in its chunk.
-    """
-    chunk = managed.chunk
-    if isinstance(value, ManagedTensor) and value._managed_params == (managed,) and value.dtype == chunk.dtype:
-        return True
-    placed = not managed.is_dtensor or getattr(value, "placements", None) == managed.placements
-    if value.dtype != chunk.dtype or value.shape != managed.full_shape or value.device != chunk.device or not placed:
-        raise ModelError(
-            f"parameter {managed.name!r} is stored in a chunk with dtype {chunk.dtype} and shape {managed.full_shape} "
-            f"on {chunk.device}; it can't be replaced by {value.dtype}, {tuple(value.shape)}, on {value.device}. "
-            f"Set precision and device in ps.Config, or load engine.state_dict() into another model"
-        )
-    return False

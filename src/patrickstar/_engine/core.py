@@ -222,9 +222,8 @@ class EngineCore:
         self._inputs = None
         if self.tracer.end_iteration():
             self.optimizer_placement.replan(self.layout)
-        manager = self.manager
         self.data.make_room_for_step()
-        manager.note_non_model_bytes()
+        self.manager.note_non_model_bytes()
         with self.internal_computation():
             self.optimizer_in_backward.finish(groups)
             self.data.synchronize_gradients(Request.STEP)
@@ -247,7 +246,7 @@ class EngineCore:
             self.optimizer_placement.replan(self.layout)
         self.scaler.update(overflow)
         peak = max(self.tracer.non_model_peak, self.tracer.trace.peak_non_model_bytes)
-        self.stats.close_step(manager, overflow, self.scaler.scale, peak, staleness)
+        self.stats.close_step(self.manager, overflow, self.scaler.scale, peak, staleness)
         self.tracer.non_model_peak = 0
         if self.recording is not None:
             self.recording.end_step()
@@ -314,6 +313,7 @@ class EngineCore:
     def sync_module_changes(self) -> None:
         """Reject parameters replaced since the last call, and give unfrozen ones the chunk lists of trained ones."""
         with torch._C.DisableTorchFunctionSubclass():
+            self.interceptor.data_attribute.check(writes=False)
             if self._structure is not None and self._structure.unchanged:
                 return
             self.module_hooks.notice(self.modules)
@@ -322,7 +322,7 @@ class EngineCore:
                 managed = managed_param_of(param)
                 if managed is None:
                     raise ModelError(
-                        f"parameter {name!r} was replaced or added after ps.initialize, so the engine does not manage "
+                        f"parameter {name!r} was replaced or added after ps.initialize, and the engine does not manage "
                         f"it; write into the old one under torch.no_grad(), or initialize again"
                     )
                 if param.requires_grad and not managed.schema.trained:
@@ -337,8 +337,7 @@ class EngineCore:
                         f"that treat it as frozen may exist; unfreeze between optimizer.step() and the next forward"
                     )
                 with managing():
-                    parts = self.data, self.interceptor, self.config, self.module
-                    self.layout = unfreeze(unfrozen, self.layout, *parts)
+                    self.layout = unfreeze(unfrozen, self.layout, self.data, self.interceptor, self.config, self.module)
                 self.tracer.invalidate()
             self._structure = ModelStructure(self.modules)
 

@@ -85,6 +85,7 @@ class EngineCheckpoint:
                         f"parameter {unused[0]!r} has a gradient that no step has used, and checkpoints do not store "
                         f"gradients; save between optimizer.step() and the next backward"
                     )
+                self._check_names()
                 pieces = self._shards(state, frozen)
             except Exception as caught:  # a user's state_dict may raise anything; all processes have to learn of it
                 error = caught
@@ -98,6 +99,22 @@ class EngineCheckpoint:
                 saving.copy_volatile()
         if error is not None:
             raise error
+
+    def _check_names(self) -> None:
+        """Raise CheckpointError if a parameter is no longer where it was in the model when the engine was created.
+
+        Checkpoints have the names of that time; those of a compiled module are without the compiler's prefix.
+        """
+        params = self.core.module.named_parameters(remove_duplicate=False)
+        names = [(name.replace("_orig_mod.", ""), param) for name, param in params]
+        by_name = dict(names)
+        for managed in self.core.model_params:
+            if by_name.get(managed.name) is not managed.param:
+                now = next((f"{name!r} now" for name, param in names if param is managed.param), "not in the model now")
+                raise CheckpointError(
+                    f"parameter {managed.name!r} is {now}, and checkpoints have the names that parameters had in "
+                    f"ps.initialize: undo the change of the model, or use engine.state_dict(), which has today's names"
+                )
 
     def _reserve_pages(self) -> int:
         """Reserve host memory for the pages in flight and return the page size in bytes.
@@ -240,6 +257,7 @@ class EngineCheckpoint:
     def _check_compatible(self, reader: CheckpointReader, common: CommonMetadata) -> None:
         """Raise CheckpointError, naming all differences, if the checkpoint is of another model or optimizer."""
         core = self.core
+        self._check_names()
         stored = {name: tensor for name, tensor in reader.manifest.tensors.items() if name.startswith("model.")}
         shapes = {f"model.{managed.name}": list(managed.full_shape) for managed in core.model_params}
         shapes |= {f"model.{name}": list(value.shape) for name, value in self._buffers().items()}

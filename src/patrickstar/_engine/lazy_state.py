@@ -64,13 +64,13 @@ class LazyState:
         if data.world.size > 1:
             return self._interceptor.full_state.read(managed, kind)
         is_param = kind == managed.full_kind
-        if is_param and managed in self._params:
-            return self._params[managed]
+        if is_param and (known := self._params.get(managed)) is not None and id(known) in managed.views:
+            return known  # it has not kept values that the parameter had before an assignment of its data
         dtype = managed.full_dtype if is_param else data.manager[kind, managed.location.chunk].dtype
         elements = ListElements(self._interceptor, managed, kind)
         lazy = LazyTensor(elements, managed.full_shape, managed.full_strides, dtype, torch.device("cpu"))
         if is_param:
-            self._params[managed] = lazy
+            self._params[managed] = managed.views[id(lazy)] = lazy
         return lazy
 
     def before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:

@@ -4,9 +4,6 @@ from typing import Any
 
 from torch import nn
 
-from patrickstar._distributed.param_sharding import is_dtensor
-from patrickstar._params.tensor_subclass import managed_param_of
-
 
 def _attributes_of(module: nn.Module) -> dict[str, Any]:
     attributes = vars(module)
@@ -22,7 +19,8 @@ class ModelStructure:
         # The attributes of each module, without the search that `nn.Module` does.
         self._attributes = [_attributes_of(module) for module in model.modules()]
         self._frozen = [param for param in model.parameters() if not param.requires_grad]
-        self._dtensors = [param for param in model.parameters() if is_dtensor(param)]
+        self._params = [*model.parameters()]
+        self._classes = [*map(type, self._params)]
         self._parts = self._current_parts()
         """References to all parts, which keep their ids unique."""
         self._ids = [*map(id, self._parts)]
@@ -31,11 +29,11 @@ class ModelStructure:
     def unchanged(self) -> bool:
         """True if no module or parameter was added, replaced or removed, compiled or unfrozen.
 
-        A conversion such as `module.float()` exchanges a DTensor's contents for those of another one.
+        `torch.utils.swap_tensors`, as in a conversion of a DTensor by `module.float()`, exchanges the class as well.
         """
         if any(param.requires_grad for param in self._frozen):
             return False
-        if any(managed_param_of(param) is None for param in self._dtensors):
+        if [*map(type, self._params)] != self._classes:
             return False
         return [*map(id, self._current_parts())] == self._ids
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from patrickstar._autograd.interceptor import Interceptor
 from patrickstar._distributed.param_sharding import ParamSharding, local_part
+from patrickstar._engine.shared_memory import check_memory
 from patrickstar._layout.chunk_mapping import ChunkSpec, Layout, ParamSpec, build_layout
 from patrickstar._layout.chunk_size_search import search_layout
 from patrickstar._layout.schema import NODE16, PARAM16, PARAM32, SHARD16, ParamSchema, schema_for
@@ -68,6 +69,7 @@ def check_model(module: nn.Module, device: torch.device) -> None:
                 f"parameter {prefix + '.weight'!r} asks for sparse gradients, which chunks cannot store; "
                 f"build the embedding with sparse=False"
             )
+    check_memory(module)
 
 
 def lookup_weights(module: nn.Module) -> set[str]:

@@ -1,6 +1,6 @@
 """Parameters that are DTensors: their local tensor is in the chunks (tensor and expert parallelism)."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -76,6 +76,8 @@ class _InterceptedDTensor(ManagedTensor, DTensor):
 
 class ChunkDTensorView(_InterceptedDTensor):
     """DTensor whose local tensor is a view of a parameter's payload."""
+
+    ordinary_class: ClassVar[type[torch.Tensor]] = DTensor
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         copied: torch.Tensor = memo.setdefault(id(self), plain_tensor(self))

@@ -53,3 +53,11 @@ def adopt_view(tensor: Any, managed_params: tuple[ManagedParam, ...], intercepto
     else:
         tensor.__class__ = ChunkView
     tensor._managed_params, tensor._interceptor = managed_params, interceptor
+    for managed in managed_params:
+        managed.views[id(tensor)] = tensor
+
+
+def release_view(tensor: Any) -> None:
+    """Turn a view of managed parameters into an ordinary tensor."""
+    tensor.__class__ = tensor.ordinary_class
+    del tensor._managed_params, tensor._interceptor

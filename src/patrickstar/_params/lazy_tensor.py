@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Collection, Hashable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch.utils import _pytree as pytree
 
 from patrickstar._memory.vm_pool import advise_huge, private_memory
+from patrickstar._params.memory_functions import EXPOSING, expose
 from patrickstar._params.modes import managing
 from patrickstar._params.tensor_subclass import METADATA, descriptor
 from patrickstar.errors import ModelError
@@ -44,6 +46,23 @@ class Elements(Protocol):
 
     def write(self, value: torch.Tensor) -> None:
         """Store changed elements."""
+
+
+class _KeptElements:
+    """Elements in a tensor of their own, for a lazy tensor whose chunk has been given other values."""
+
+    def __init__(self, before: Elements, value: torch.Tensor) -> None:
+        self.name, self.lock, self._value = before.name, before.lock, value
+
+    @property
+    def version(self) -> Hashable:
+        return self._value._version
+
+    def read(self, out: torch.Tensor | None = None) -> torch.Tensor:
+        return self._value.clone() if out is None else out.copy_(self._value)
+
+    def write(self, value: torch.Tensor) -> None:
+        self._value.copy_(value)
 
 
 class _Source:
@@ -152,6 +171,10 @@ class LazyTensor(torch.Tensor):
         """Return whether both tensors have the same elements in the same chunks."""
         return self._source.elements == other._source.elements and self._strided == other._strided
 
+    def keep(self, value: torch.Tensor) -> None:
+        """Have these elements from now on, apart from the chunks."""
+        self._source.elements = _KeptElements(self._source.elements, value)
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
@@ -164,6 +187,9 @@ class LazyTensor(torch.Tensor):
                     return first
                 if func in _RAW_ACCESS:
                     return _raw_access(func, first)
+                if func in EXPOSING:
+                    copied = partial(_run, torch.Tensor.clone, (first,), {})
+                    return expose(func, first._source.elements.name, copied, args[1:], kwargs)
             return _run(func, args, kwargs)
 
     @classmethod

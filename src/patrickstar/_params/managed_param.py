@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -59,6 +60,8 @@ class ManagedParam:
     device_view: torch.Tensor | None = field(default=None, repr=False)
     absent_view: torch.Tensor = field(init=False, repr=False)
     """What the Parameter views while its values are not on the device. See [Note: placeholders]."""
+    views: WeakValueDictionary[int, torch.Tensor] = field(default_factory=WeakValueDictionary, repr=False)
+    """Views of the parameter, and its state_dict entry, by their ids. See [Note: assigned data]."""
 
     def __post_init__(self) -> None:
         self.state = ParamState(self.name)

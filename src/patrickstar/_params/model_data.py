@@ -40,8 +40,7 @@ class ModelData(LocalShards, ProcessHooks):
         """Checkpoint in progress, which copies what it needs of a chunk before the chunk changes."""
         self.residency = Residency(manager, tracer, self.by_chunk)
         self.in_backward = False
-        self.backward_id = 0
-        self.backwards_in_step = 0
+        self.backward_id = self.backwards_in_step = 0
         self.accumulates = False
         self.lists_gradients = False
         """True if gradients of delayed parameters go to the gradient list. See [Note: delayed updates]."""

@@ -18,8 +18,8 @@ def set_data(managed: ManagedParam, view: torch.Tensor) -> None:
         managed.param.data = view
 
 
-def replace_data(param: nn.Parameter, data: torch.Tensor) -> None:
-    """Set the data of a Parameter, or of the local tensor of a DTensor, to another device or dtype."""
+def replace_data(param: torch.Tensor, data: torch.Tensor) -> None:
+    """Set the data of a tensor, or of the local tensor of a DTensor, also to another device or dtype."""
     if is_dtensor(param):
         from patrickstar._params.dtensor import replace_local
 

@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from patrickstar._params.managed_param import ManagedParam
+from patrickstar.errors import ModelError
 
 # [Note: operator interception]
 # A managed Parameter remains the user's object; only its class changes, to one with `__torch_function__`. Every
@@ -16,14 +17,6 @@ from patrickstar._params.managed_param import ManagedParam
 # cost nothing, unlike with a TorchFunctionMode, and no module needs a hook. A view of a parameter (`weight.t()`,
 # `.detach()`, `.chunk(3)`) that outlives its operator gets such a class too, so that later uses of the view are
 # intercepted as well.
-#
-# [Note: addresses of parameters]
-# Kernels that are started from Python (Triton's, those of ctypes and numba) ask a tensor for its address. Who asks may
-# also only compare addresses, to find tied weights; the two can't be told apart. So an address is that of values which
-# are on the device, and they stay there until the next operator on a parameter: a kernel gets all its addresses before
-# it is started, and later evictions are ordered behind it as behind an operator. Addresses that are taken together are
-# fetched together, and it is a BudgetError if they don't fit. A kernel in a custom Function reads saved parameters in
-# its backward by the same rule.
 
 _GETTERS = """
     shape dtype device requires_grad is_leaf grad_fn layout ndim _version _base is_cuda is_cpu is_meta is_sparse
@@ -123,9 +116,16 @@ class ManagedTensor:
         """Return a tensor of the same shape and strides."""
         return self
 
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        """Intercept the one method that does not pass through `__torch_function__`."""
+        return intercepted(torch.Tensor.set_, (self, *args), kwargs)
+
 
 class ChunkView(ManagedTensor, torch.Tensor):
     """View of a parameter's payload. Operators that take it are intercepted like those of the parameter."""
+
+    ordinary_class: ClassVar[type[torch.Tensor]] = torch.Tensor
+    """Class of a tensor that is no longer a view."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         copied: torch.Tensor = memo.setdefault(id(self), plain_tensor(self))
@@ -173,6 +173,8 @@ def detached_view(view: Any) -> Any:
         return view
     detached: Any = torch.Tensor._make_subclass(DetachedView, view)
     detached._managed_params, detached._interceptor = view._managed_params, view._interceptor
+    for managed in view._managed_params:
+        managed.views[id(detached)] = detached
     return detached
 
 
@@ -202,6 +204,17 @@ class ChunkParameter(ManagedTensor, nn.Parameter):
 
 _LEAVES = frozenset((torch.Tensor, nn.Parameter, int, float, bool, type(None)))
 """Frequent types of arguments that contain no other argument."""
+
+
+def all_managed_params(tensors: Sequence[Any]) -> tuple[ManagedParam, ...]:
+    """Return the parameters of an operator's managed tensors. Raises ModelError if one is another engine's."""
+    managed_params = tuple(dict.fromkeys(managed for tensor in tensors for managed in tensor._managed_params))
+    if any(tensor._interceptor is not tensors[0]._interceptor for tensor in tensors):
+        raise ModelError(
+            f"an operator combines parameter {managed_params[0].name!r} with a parameter of another engine; "
+            f"pass .detach().clone() of one of them"
+        )
+    return managed_params
 
 
 def managed_param_of(tensor: Any) -> ManagedParam | None:

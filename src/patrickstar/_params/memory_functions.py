@@ -1,0 +1,58 @@
+"""Functions that expose the memory of a tensor outside PyTorch, exchange it, or write into it unnoticed."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from patrickstar.errors import ModelError
+
+_TENSOR = torch.Tensor
+_INTERFACE: Any = _TENSOR.__dict__["__cuda_array_interface__"].__get__
+EXPOSING = {_TENSOR.numpy, _TENSOR.__array__, _TENSOR.__dlpack__, _INTERFACE}
+UNVERSIONED = {_TENSOR.apply_, _TENSOR.map_, _TENSOR.map2_}
+"""In-place functions that leave the version counter as it is."""
+REPLACING = {_TENSOR.set_, _TENSOR.resize_, _TENSOR.resize_as_, _TENSOR.share_memory_}
+"""Functions that exchange the memory of a tensor."""
+_RESHAPING = "t_ transpose_ swapaxes_ swapdims_ squeeze_ unsqueeze_ as_strided_"
+RESHAPING = {getattr(_TENSOR, name) for name in _RESHAPING.split()}
+"""In-place functions that change the shape of a tensor and leave its memory."""
+
+
+def expose(
+    func: Callable[..., Any], name: str, copied: Callable[[], torch.Tensor], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
+    """Call a function that exposes memory on a copy; an array that others could write into is read-only.
+
+    Args:
+        func: One of `EXPOSING`.
+        name: Description of the tensor, for the error.
+        copied: Returns the copy.
+        args, kwargs: Further arguments of the function.
+
+    Raises:
+        ModelError: The function shares memory that can't be read-only.
+    """
+    shares = func is _TENSOR.__dlpack__ and kwargs.get("copy") is not True
+    if shares or func == _INTERFACE:
+        raise ModelError(
+            f"{name} can't share its memory with another library, since its chunk moves: pass clone() of it, and write "
+            f"results back with copy_()"
+        )
+    tensor = copied()
+    result = func(tensor, *args, **kwargs)
+    if isinstance(result, np.ndarray) and tensor.device.type == "cpu" and not result.flags.owndata:
+        result.flags.writeable = False
+    return result
+
+
+def versioned(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an in-place function that counts its write in the tensor's version."""
+
+    def write(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = func(tensor, *args, **kwargs)
+        torch.autograd.graph.increment_version(tensor)
+        return result
+
+    return write
