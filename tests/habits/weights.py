@@ -35,8 +35,8 @@ def _(trainer):
         for average, p in zip(averages, params, strict=True):
             p.data = average
         results.append(evaluate(trainer))
-        for kept, p in zip(backup, params, strict=True):
-            p.data = kept
+        for old, p in zip(backup, params, strict=True):
+            p.data = old
     return results + averages
 
 
@@ -52,12 +52,12 @@ def _(trainer):
     return [*results, values.clone(), part, *train(trainer), values]
 
 
-@habit(DATA, "kept = p.data; p.data = q.data.clone(); q.data = kept")
+@habit(DATA, "old = p.data; p.data = q.data.clone(); q.data = old")
 def _(trainer):
     p, q = weights(trainer)
-    kept = p.data
+    old = p.data
     p.data = q.data.clone()
-    q.data = kept
+    q.data = old
     return train(trainer)
 
 
@@ -80,8 +80,8 @@ def _(trainer):
             p.add_(p.grad, alpha=0.1)
     trainer.optimizer.zero_grad()
     backward(trainer)
-    for kept, p in zip(old, params, strict=True):
-        p.data = kept
+    for values, p in zip(old, params, strict=True):
+        p.data = values
     finish(trainer)
     return old
 

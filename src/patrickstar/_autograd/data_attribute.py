@@ -86,11 +86,11 @@ class DataAttribute:
         views = self._living_views(managed)
         entry = self._masters.pop(value, None)
         master = entry[1] if entry is not None and entry[0] == value._version else None
-        kept = self._full_state.read(managed, managed.full_kind) if self._need_master(managed, views) else None
+        full = self._full_state.read(managed, managed.full_kind) if self._need_master(managed, views) else None
         data = self._full_state.data
         with self._accessor.accessed(managed):
             data.check_writable(managed)
-            self._keep(managed, views, kept)
+            self._keep(managed, views, full)
             managed.payload().copy_(local_part(value))
             torch.autograd.graph.increment_version(managed.param)
             data.on_in_place_write(managed, master)

@@ -172,7 +172,7 @@ class LazyTensor(torch.Tensor):
         return self._source.elements == other._source.elements and self._strided == other._strided
 
     def keep(self, value: torch.Tensor) -> None:
-        """Have these elements from now on, apart from the chunks."""
+        """Store these elements in place of those in the chunks, from now on."""
         self._source.elements = _KeptElements(self._source.elements, value)
 
     @classmethod
