@@ -83,13 +83,13 @@ def train_beside_a_reader(device: str) -> None:
             seen.append(visible(engine))
         return seen
 
-    def meet(*args: torch.Tensor) -> None:
+    def wait_for_reader(*args: torch.Tensor) -> None:
         if not threading.current_thread().name.startswith(READER):
             wait_until_another_waits(engine, reading)
             if torch.is_grad_enabled():
-                args[-1].register_hook(meet)
+                args[-1].register_hook(wait_for_reader)
 
-    engine.module[1].register_forward_hook(meet)
+    engine.module[1].register_forward_hook(wait_for_reader)
     with ThreadPoolExecutor(1, READER) as executor:
         reading = executor.submit(observe)
         try:

@@ -32,7 +32,7 @@ class Gradients:
         self._grad_stats: GradStats | None = None
         self.unscaled: set[ManagedParam] = set()
         """Parameters with gradients of losses that this engine's loss scale did not multiply, though it has one."""
-        self._kept: set[ManagedParam] = set()
+        self._used: set[ManagedParam] = set()
         """Parameters whose gradient exists until `zero_grad()` in PyTorch, though a step has used it here."""
         self._zeros: set[ManagedParam] = set()
         """Parameters whose gradient is zero until a backward adds to it. See [Note: gradients that are zero]."""
@@ -53,13 +53,13 @@ class Gradients:
 
     def zero(self) -> None:
         """Drop all gradients, and let those that PyTorch would keep be zeros. See [Note: gradients that are zero]."""
-        zeros = self._kept | {managed for managed in self.data.managed_params if managed.has_gradient}
+        zeros = self._used | {managed for managed in self.data.managed_params if managed.has_gradient}
         self.drop()
-        self._kept, self._zeros = zeros, set(zeros)
+        self._used, self._zeros = zeros, set(zeros)
 
     def forget(self, managed_params: Collection[ManagedParam]) -> None:
         """Let parameters without a stored gradient have none."""
-        self._kept.difference_update(managed_params)
+        self._used.difference_update(managed_params)
         self._zeros.difference_update(managed_params)
 
     def is_zero(self, managed: ManagedParam) -> bool:
@@ -88,7 +88,7 @@ class Gradients:
         for managed in managed_params if self._zeros else ():
             self.store_zeros(managed)
         self._zeros.clear()
-        self._kept.update(managed for managed in self.data.managed_params if managed.has_gradient)
+        self._used.update(managed for managed in self.data.managed_params if managed.has_gradient)
 
     def check_scaled(self) -> None:
         """Raise TrainingError if a gradient is not of this engine's scaled loss, which only `drop` can end."""
