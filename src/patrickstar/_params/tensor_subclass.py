@@ -143,7 +143,7 @@ def _torch_dispatch(
         if kwargs:
             _managed_tensors(kwargs.values(), tensors)
         managed_params = dict.fromkeys(managed for tensor in tensors for managed in tensor._managed_params)
-        if all(managed.chunk.pins for managed in managed_params):  # the operator that Python called has fetched them
+        if all(managed.state.uses for managed in managed_params):  # an operator that Python called has fetched them
             out = func(*args, **kwargs or {})
         else:
             out = tensors[0]._interceptor.operate(func, args, kwargs or {}, tensors, native=True)
