@@ -116,9 +116,12 @@ READERS = {
 }
 
 
+@pytest.mark.parametrize("stress", [True, False], ids=["evicted", "resident"])
 @pytest.mark.parametrize("reader", READERS)
-def test_reader(reader):
-    testing.assert_exact(reading(READERS[reader]), normal_batches(), small_chunks("fp32"), accumulation=2)
+def test_reader(reader, stress):
+    testing.assert_exact(
+        reading(READERS[reader]), normal_batches(8), small_chunks("fp32"), accumulation=2, stress=stress
+    )
 
 
 @pytest.mark.parametrize("read", [lambda w: w, lambda w: w.view(1, -1)], ids=["parameter", "view"])

@@ -102,6 +102,16 @@ def _(trainer):
     return [torch.func.functional_call(trainer.module, values, (batch(),)).detach()]
 
 
+@habit(MODULES, "vmap(grad(loss), (None, 0))({name: p.detach() ...}, samples)")
+def _(trainer):
+    def loss(values, sample):
+        return mean_square(torch.func.functional_call(trainer.module, values, (sample[None],)))
+
+    train(trainer, 1)
+    values = {name: p.detach() for name, p in trainer.module.named_parameters()}
+    return [*torch.func.vmap(torch.func.grad(loss), (None, 0))(values, batch()).values()]
+
+
 @habit(MODULES, "torch.optim.swa_utils.AveragedModel(model) in fp32")
 def _(trainer):
     averaged = torch.optim.swa_utils.AveragedModel(trainer.module)

@@ -6,7 +6,13 @@ from torch import nn
 
 from patrickstar._distributed.param_sharding import is_dtensor
 from patrickstar._params.managed_param import ManagedParam
-from patrickstar._params.tensor_subclass import ChunkParameter, ChunkView, DetachedView, OperatorInterceptor
+from patrickstar._params.tensor_subclass import (
+    ChunkParameter,
+    ChunkView,
+    DetachedView,
+    FormerDetachedView,
+    OperatorInterceptor,
+)
 
 
 def adopt_parameter(managed: ManagedParam, interceptor: OperatorInterceptor) -> None:
@@ -51,7 +57,7 @@ def adopt_view(tensor: Any, managed_params: tuple[ManagedParam, ...], intercepto
 
         tensor.__class__ = ChunkDTensorView
     else:
-        tensor.__class__ = ChunkView
+        tensor.__class__ = DetachedView if isinstance(tensor, FormerDetachedView) else ChunkView
     tensor._managed_params, tensor._interceptor = managed_params, interceptor
     for managed in managed_params:
         managed.views[id(tensor)] = tensor

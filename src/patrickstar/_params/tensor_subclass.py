@@ -143,11 +143,31 @@ def _torch_dispatch(
         if kwargs:
             _managed_tensors(kwargs.values(), tensors)
         managed_params = dict.fromkeys(managed for tensor in tensors for managed in tensor._managed_params)
-        if all(managed.chunk.pins for managed in managed_params):  # the operator that Python called has fetched them
+        if all(managed.state.uses for managed in managed_params):  # an operator that Python called has fetched them
             out = func(*args, **kwargs or {})
         else:
             out = tensors[0]._interceptor.operate(func, args, kwargs or {}, tensors, native=True)
         return tree_map_only(ChunkView, detached_view, out)
+
+
+class FormerDetachedView(torch.Tensor):
+    """Tensor that was a `DetachedView` and has its own memory: PyTorch still dispatches its operators to its class."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with torch._C._DisableTorchDispatch():
+            return func(*args, **kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        copied: torch.Tensor = memo.setdefault(id(self), plain_tensor(self))
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return plain_tensor(self).__reduce_ex__(protocol)
 
 
 class DetachedView(ChunkView):
@@ -157,6 +177,7 @@ class DetachedView(ChunkView):
     operators on them that Python does not see.
     """
 
+    ordinary_class: ClassVar[type[torch.Tensor]] = FormerDetachedView
     __torch_dispatch__ = classmethod(_torch_dispatch)  # type: ignore[assignment]
 
     @classmethod
