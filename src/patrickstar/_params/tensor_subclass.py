@@ -153,7 +153,7 @@ def _torch_dispatch(
 class FormerDetachedView(torch.Tensor):
     """Tensor that was a `DetachedView` and has its own memory: PyTorch still dispatches its operators to its class."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
