@@ -51,8 +51,11 @@ def versioned(func: Callable[..., Any]) -> Callable[..., Any]:
     """Return an in-place function that counts its write in the tensor's version."""
 
     def write(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        result = func(tensor, *args, **kwargs)
+        # These functions take no tensor whose class has operators of its own.
+        plain = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        plain.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+        func(plain, *args, **kwargs)
         torch.autograd.graph.increment_version(tensor)
-        return result
+        return tensor
 
     return write
