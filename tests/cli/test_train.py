@@ -17,7 +17,7 @@ from rich.console import Console
 from safetensors.torch import save_file
 
 from patrickstar import StepStats
-from patrickstar._cli.console import Progress
+from patrickstar._cli.progress import Progress
 from patrickstar._cli.time_limit import TimeLimit
 from patrickstar._cli.train import learning_rate_factor
 from patrickstar._engine.run_log import RunLog, StepRecord
@@ -112,7 +112,7 @@ def test_lock_free_updates_are_replayed() -> None:
     [
         (["--disk-capacity", "1GiB"], "--disk-capacity 1GiB requires --disk"),
         (["--disk", "nowhere"], "directory nowhere can't be used: No such file or directory; create it"),
-        (["--disk", ".", "--disk-capacity", "much"], "Disk: capacity: 'much' is not a size"),
+        (["--disk", ".", "--disk-capacity", "much"], "--disk-capacity: 'much' is not a size"),
         (("--delay-from", 2, "--lock-free-from", 2), "--delay-from and --lock-free-from exclude each other"),
         (("--replay", "log", "--lock-free-from", 2), "--lock-free-from and --replay exclude each other"),
         (("--update-log", "log"), "requires --lock-free-from"),
@@ -200,7 +200,7 @@ def test_progress_is_plain_lines_in_a_file_and_a_bar_in_a_terminal() -> None:
             progress.show(replace(RECORD, stats=stats))
             progress.show(replace(RECORD, step=4, stats=stats))
         shown = out.getvalue()
-        figures = "loss 2.5000  1,024 tokens/s  device 0 B + 0 B of 1.00 GiB  host 3.00 MiB  disk 5.00 MiB  moved 0 B"
+        figures = "loss 2.5000  1,024 tokens/s  device 0 B and 0 B of 1.00 GiB  host 3.00 MiB  disk 5.00 MiB  moved 0 B"
         assert f"{figures}  waiting 20%" in shown
         assert ("\x1b" in shown) is terminal
         # A file gets whole lines, a terminal a bar that is drawn over; both get the time that is left.

@@ -67,4 +67,4 @@ def test_the_bar_shows_memory_and_waits(tmp_path):
     trainer.train()
     size = r"\d[\d.]* [KMG]?i?B"
     assert len(shown) == 3
-    assert all(re.fullmatch(rf"device {size} \+ {size} of {size}, host {size}, waiting \d+%", text) for text in shown)
+    assert all(re.fullmatch(rf"device {size} and {size} of {size}, host {size}, waiting \d+%", text) for text in shown)
