@@ -10,7 +10,7 @@ from patrickstar._layout.schema import GRAD32, PARAM32
 from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.chunk_manager import ChunkManager
 from patrickstar._memory.defer_sigint import defer_sigint
-from patrickstar._memory.storage_guard import refuse_access
+from patrickstar._memory.storage_guard import refuse_access, storage_guard
 from patrickstar._params.device_arithmetic import add_gradient, round_to_device
 from patrickstar._params.managed_param import ManagedParam, refusal
 from patrickstar._params.param_values import set_data
@@ -90,11 +90,16 @@ class LocalShards:
 
     def _prepare_refusals(self, managed: ManagedParam) -> None:
         """Create a parameter's placeholder, and the errors of native code that reads it or views of its chunk."""
-        one = self.placeholder(managed.chunk.dtype).clone()
-        refuse_access(one.untyped_storage(), refusal([managed.name], whole=True))
-        managed.absent_view = one.expand(managed.shape)
         names = [each.name for each in self.by_chunk[managed.location.chunk]]
         managed.chunk.refusal = refusal(names, whole=False)
+        if storage_guard() is None:
+            managed.absent_view = self.placeholder(managed.chunk.dtype).expand(managed.shape)
+            return
+        one = torch.empty((), dtype=managed.chunk.dtype, device=self.manager.device)
+        managed.absent_view = one.expand(managed.shape)
+        if self.manager.hardware.has_gpu:
+            one.untyped_storage().resize_(0)  # otherwise each parameter takes a block of its allocator
+        refuse_access(one.untyped_storage(), refusal([managed.name], whole=True))
 
     def placeholder(self, dtype: torch.dtype) -> torch.Tensor:
         """Return one element that stands for values that are lost or absent: NaN, or zero for integers."""
