@@ -59,13 +59,13 @@ class _Sharing:
 class DataAttribute:
     """`parameter.data` of managed parameters. See [Note: assigned data]."""
 
-    def __init__(self, accessor: Accessor, full_state: FullState) -> None:
-        self._accessor, self._full_state = accessor, full_state
+    def __init__(self, full_state: FullState) -> None:
+        self._full_state = full_state
         self._sharing: dict[ManagedParam, _Sharing] = {}
         self._masters: Any = WeakTensorKeyDictionary()
         """Backups with their version and master; tensors that users gave, which need none, with None."""
 
-    def assign(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+    def assign(self, accessor: Accessor, tensor: torch.Tensor, value: torch.Tensor) -> None:
         """Give a parameter the values of a tensor, and make the tensor a view of the parameter.
 
         A view of a parameter takes the tensor's memory, as any tensor does.
@@ -78,7 +78,7 @@ class DataAttribute:
             release_view(tensor)
             tensor.data = value
             if isinstance(value, ManagedTensor):
-                adopt_view(tensor, value._managed_params, self._accessor)
+                adopt_view(tensor, value._managed_params, accessor)
             return
         if _is_own(managed, value):
             return
@@ -88,16 +88,21 @@ class DataAttribute:
         master = entry[1] if entry is not None and entry[0] == value._version else None
         full = self._full_state.read(managed, managed.full_kind) if self._need_master(managed, views) else None
         data = self._full_state.data
-        with self._accessor.accessed(managed):
+        with accessor.accessed(managed):
             data.check_writable(managed)
             self._keep(managed, views, full)
             managed.payload().copy_(local_part(value))
             torch.autograd.graph.increment_version(managed.param)
             data.on_in_place_write(managed, master)
-            self._share(managed, value)
+            self._share(accessor, managed, value)
 
     def replace(
-        self, func: Callable[..., Any], managed: ManagedParam, args: Sequence[Any], kwargs: dict[str, Any]
+        self,
+        accessor: Accessor,
+        func: Callable[..., Any],
+        managed: ManagedParam,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
     ) -> Any:
         """Let `p.set_(value)` assign data.
 
@@ -111,7 +116,7 @@ class DataAttribute:
                 f"{func.__name__} can't change the memory or the shape of parameter {managed.name!r}, which is in a "
                 f"chunk: write values with copy_(), or change the model before ps.initialize"
             )
-        self.assign(tensor, values[0])
+        self.assign(accessor, tensor, values[0])
         return tensor
 
     def follow(self, managed: ManagedParam) -> None:
@@ -121,7 +126,7 @@ class DataAttribute:
             payload = managed.payload()
             sharing.values(payload).copy_(payload)
 
-    def check(self, *, writes: bool) -> None:
+    def check(self, accessor: Accessor, *, writes: bool) -> None:
         """Raise ModelError if a parameter can't be used because other tensors share memory that was assigned to it.
 
         `writes`: trained parameters are about to change.
@@ -135,7 +140,7 @@ class DataAttribute:
                     f"parameter {managed.name!r} was given the memory of a tensor that others share, by assigning its "
                     f"`.data`, and the step would change only the parameter: assign value.clone(), or delete the others"
                 )
-            with self._accessor.accessed(managed):
+            with accessor.accessed(managed):
                 differs = sharing.differs(managed.payload())
             if differs:
                 raise ModelError(
@@ -194,7 +199,7 @@ class DataAttribute:
             elif view in self._masters:
                 del self._masters[view]
 
-    def _share(self, managed: ManagedParam, value: torch.Tensor) -> None:
+    def _share(self, accessor: Accessor, managed: ManagedParam, value: torch.Tensor) -> None:
         """Make an assigned tensor a view of its parameter; remember its memory if others share it."""
         self._sharing.pop(managed, None)
         part: Any = local_part(value)
@@ -203,7 +208,7 @@ class DataAttribute:
         sole = torch._C._storage_Use_Count(storage._cdata) == 2 and part._use_count() == 1
         if sole and not value.requires_grad and not value.is_inference() and not isinstance(value, torch.nn.Parameter):
             replace_data(value, managed.current_device_view())
-            adopt_view(value, (managed,), self._accessor)
+            adopt_view(value, (managed,), accessor)
             self._masters[value] = None
         else:
             sharing = _Sharing(StorageWeakRef(storage), int(part.storage_offset()), part.stride())

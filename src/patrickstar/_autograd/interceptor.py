@@ -58,10 +58,9 @@ class Interceptor:
 
     def __init__(self, gradients: Gradients, optimizer_in_backward: OptimizerInBackward, full_state: FullState) -> None:
         self.data = gradients.data
-        self.full_state = full_state
-        self.data_attribute = DataAttribute(self, full_state)
+        self.data_attribute = DataAttribute(full_state)
         self.gradient = GradientAttribute(gradients, optimizer_in_backward)
-        self.optimizer_in_backward = optimizer_in_backward
+        self.optimizer_in_backward, self.full_state = optimizer_in_backward, full_state
         has_accelerator = self.data.manager.hardware.accelerator is not None
         self.lock = EngineLock(full_state.state.process, has_device_thread=has_accelerator)
         self.gradient_hooks = GradientHooks(gradients, optimizer_in_backward, self.lock)
@@ -128,7 +127,7 @@ class Interceptor:
             if func in UNVERSIONED:
                 return self._operate_plainly(versioned(func), args, kwargs, tensors, managed_params)
             if func in REPLACING or (func in RESHAPING and managed_param_of(args[0]) is not None):
-                return self.data_attribute.replace(func, managed_params[0], args, kwargs)
+                return self.data_attribute.replace(self, func, managed_params[0], args, kwargs)
             if func in RESHAPING:
                 return self._operate_plainly(func, args, kwargs, tensors, managed_params)
             if func is _ADD_HOOK:
@@ -176,7 +175,7 @@ class Interceptor:
         """Read or assign `grad`, or assign `data`."""
         tensor = args[0]
         if func == _SET_DATA:
-            return self.data_attribute.assign(tensor, args[1])
+            return self.data_attribute.assign(self, tensor, args[1])
         # While autograd accumulates, the gradient is an ordinary tensor.
         if managed_param_of(tensor) is not None and (func != _GET_GRAD or tensor.grad is None):
             with managing():
@@ -306,6 +305,10 @@ class Interceptor:
         for node in before.added_nodes(outputs) if every else before.added(outputs):
             enter = enter or self._window_prehook(managed_params)
             node.register_prehook(enter)
+
+    def check_assigned_data(self, *, writes: bool) -> None:
+        """See `DataAttribute.check`."""
+        self.data_attribute.check(self, writes=writes)
 
     @contextmanager
     def accessed(self, managed: ManagedParam) -> Iterator[None]:

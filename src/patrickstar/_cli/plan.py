@@ -52,7 +52,7 @@ def plan(options: PlanOptions, console: Console) -> None:
         activation_checkpointing=options.activation_checkpointing,
         dry_run=options.dry_run,
     )
-    # What goes on is shown in a terminal, where it gives way to the plan.
+    # A terminal shows what goes on, until the plan is there.
     with Console(stderr=True).status("a GPT" if options.largest else options.model) as status:
         search = replace(search, say=status.update)
         if options.largest:

@@ -87,14 +87,19 @@ class Run:
     states: list[dict[str, Any]]
     values: list[torch.Tensor]
     """Initial values."""
-    grads: list[list[torch.Tensor | None]] = field(default_factory=list)
-    """Gradients in each step."""
+    scenario: Scenario
     before: list[list[dict[str, Any]]] = field(default_factory=list)
     """Options of the two param groups before each step."""
     after: list[list[dict[str, Any]]] = field(default_factory=list)
     """The same after it."""
     refused: str | None = None
     """Why it can't be repeated on chunks, as far as one can see."""
+
+    def grad(self, step: int, number: int) -> torch.Tensor | None:
+        """Return the gradient of a parameter in a step, drawn anew: those of all steps would take megabytes."""
+        if self.scenario.missing and _is_missing(step, number):
+            return None
+        return _normal(self.scenario, self.scenario.shapes[number], 1 + step * len(self.params) + number)
 
     @property
     def writes(self) -> tuple[str, ...]:
@@ -197,26 +202,18 @@ def _run(kind: type[torch.optim.Optimizer], options: Mapping[str, Any], generato
 def _try(
     kind: type[torch.optim.Optimizer], options: Mapping[str, Any], scenario: Scenario, generators: GlobalGenerators
 ) -> Run:
-    generator = torch.Generator().manual_seed(0)
-
-    def normal(shape: tuple[int, ...]) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, dtype=scenario.dtype, device="cpu")
-
-    values = [normal(shape) for shape in scenario.shapes]
+    values = [_normal(scenario, shape, -1 - number) for number, shape in enumerate(scenario.shapes)]
     params = [torch.nn.Parameter(value.clone()) for value in values]
     second = {name: value for name, value in defaults_of(kind, options).items() if name == "lr"}
     _change_rate(second, scenario.second_rate)
     optimizer = construct(kind, [{"params": params[::2]}, second | {"params": params[1::2]}], options)
-    run = Run(params, [], values)
+    run = Run(params, [], values, scenario)
     attributes = _attributes(optimizer)
     for step in range(STEPS):
         for group in optimizer.param_groups:
             _change_rate(group, RATE_FACTORS[step % len(RATE_FACTORS)])
-        absent = [scenario.missing and _is_missing(step, number) for number in range(len(params))]
-        grads = [None if left_out else normal(value.shape) for left_out, value in zip(absent, values, strict=True)]
-        for param, grad in zip(params, grads, strict=True):
-            param.grad = None if grad is None else grad.clone()
-        run.grads.append(grads)
+        for number, param in enumerate(params):
+            param.grad = run.grad(step, number)
         run.before.append([options_of(_copy(group)) for group in optimizer.param_groups])
         with counter_device():
             optimizer.step()
@@ -226,6 +223,11 @@ def _try(
             break
     run.states = [dict(optimizer.state.get(param, {})) for param in params]
     return run
+
+
+def _normal(scenario: Scenario, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=scenario.dtype, device="cpu")
 
 
 def _refusal(
@@ -267,9 +269,9 @@ def _group_coupling(instances: Instances, run: Run) -> str | None:
     """Return why writes into param groups depend on the parameters; None if they don't."""
     if not run.writes:
         return None
-    for grads, before, after in zip(run.grads, run.before, run.after, strict=True):
+    for step, (before, after) in enumerate(zip(run.before, run.after, strict=True)):
         for number in range(len(before)):
-            updated = any(grad is not None for grad in grads[number::2])
+            updated = any(run.grad(step, each) is not None for each in range(number, len(run.params), 2))
             try:
                 alone = instances.options_after(before[number], updated, run.values[0].dtype)
             except Exception as error:  # see `_run`
@@ -284,11 +286,14 @@ def _group_coupling(instances: Instances, run: Run) -> str | None:
 def _difference(instances: Instances, run: Run, names: tuple[str, ...], whole: bool) -> str | None:
     """Update parameters, or pieces of them, separately; return how the results differ, None if they don't."""
     for number, (value, param, state) in enumerate(zip(run.values, run.params, run.states, strict=True)):
-        flat, lists = value.reshape(-1).clone(), [torch.zeros(value.numel(), dtype=value.dtype) for _ in names]
+        flat, lists = (
+            value.reshape(-1).clone(),
+            [torch.zeros(value.numel(), dtype=value.dtype, device="cpu") for _ in names],
+        )
         for part in _parts(value.numel(), whole):
             memory, count = dict[str, Any](), 0
-            for grads, before, after in zip(run.grads, run.before, run.after, strict=True):
-                grad, group = grads[number], number % 2
+            for step, (before, after) in enumerate(zip(run.before, run.after, strict=True)):
+                grad, group = run.grad(step, number), number % 2
                 if grad is None:
                     continue
                 count += 1
@@ -296,7 +301,7 @@ def _difference(instances: Instances, run: Run, names: tuple[str, ...], whole: b
                 if whole:
                     rule = rule.for_param(tuple(value.shape), value.stride(), value.device)
                 try:
-                    rule.apply(flat[part], grad.reshape(-1)[part].clone(), [each[part] for each in lists])
+                    rule.apply(flat[part], grad.reshape(-1)[part], [each[part] for each in lists])
                 except Exception as error:  # see `_run`
                     return f"can't update parameters separately ({_line(error)})"
             if not _agree({key: item for key, item in state.items() if key not in names}, memory):

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from patrickstar._memory.vm_pool import advise_huge, private_memory
 from patrickstar._params.memory_functions import EXPOSING, expose
 from patrickstar._params.modes import managing
-from patrickstar._params.tensor_subclass import METADATA, descriptor
+from patrickstar._params.tensor_subclass import ADDRESSES, METADATA, descriptor
 from patrickstar.errors import ModelError
 
 # [Note: lazy tensors]
@@ -139,7 +139,7 @@ class LazyStorage:
 
 _GRAD = descriptor("grad").__get__
 _RAW_ACCESS = {descriptor("data_ptr"), descriptor("untyped_storage"), descriptor("_typed_storage")}
-_METADATA = (METADATA - _RAW_ACCESS) | {descriptor("stride"), descriptor("is_contiguous"), _GRAD}
+_METADATA = METADATA | (ADDRESSES - _RAW_ACCESS) | {descriptor("stride"), descriptor("is_contiguous"), _GRAD}
 _UNCHANGED: dict[Any, Callable[..., bool]] = {
     descriptor("detach"): lambda tensor: True,
     descriptor("data").__get__: lambda tensor: True,

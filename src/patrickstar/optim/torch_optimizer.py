@@ -147,7 +147,10 @@ class TorchOptimizer(Optimizer):
         groups = super().groups(module)
         if self.param_groups is None:
             return groups
-        stand_ins = [[nn.Parameter(torch.zeros((1,) * param.dim())) for param in group["params"]] for group in groups]
+        stand_ins = [
+            [nn.Parameter(torch.zeros((1,) * param.dim(), device="cpu")) for param in group["params"]]
+            for group in groups
+        ]
         made = self.over([group | {"params": each} for group, each in zip(groups, stand_ins, strict=True) if each])
         options = iter(made.param_groups)
         return [group | (options_of(next(options)) if group["params"] else {}) for group in groups]
