@@ -62,6 +62,16 @@ def optimizer_in_backward_of(engine: Engine) -> OptimizerInBackward:
     return engine._core.optimizer_in_backward
 
 
+def let_updates_begin(engine: Engine) -> None:
+    """Give worker threads time to begin an update before the step, however busy the processors are."""
+    host = engine._core.optimizer_in_backward.speculation._host
+    until_s = time.monotonic() + 0.2
+    while host is not None and host._updates and time.monotonic() < until_s:
+        if any(update.begun.is_set() for update in host._updates.values()):
+            return
+        time.sleep(0.001)
+
+
 def loss_scaler_of(engine: Engine) -> LossScaler:
     """Return the loss scaler, whose `scale` a test may set."""
     return engine._core.scaler

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import toys
-from probes import manager_of
+from probes import let_updates_begin, manager_of
 from seeded import compared
 from torch import nn
 
@@ -145,6 +145,8 @@ def loop(events: list[list[Callable[[Any], list[torch.Tensor]]]], backwards: lis
         results: list[Any] = []
         for number, (between, count) in enumerate(zip(events, backwards, strict=True)):
             results += [backward(trainer, 10 * number + each, accumulate=each + 1 < count) for each in range(count)]
+            if isinstance(trainer, Engine):
+                let_updates_begin(trainer)
             for event in between:
                 results += event(trainer)
             trainer.optimizer.step()
