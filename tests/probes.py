@@ -64,11 +64,14 @@ def optimizer_in_backward_of(engine: Engine) -> OptimizerInBackward:
 
 def let_updates_begin(engine: Engine) -> None:
     """Give worker threads time to begin an update before the step, however busy the processors are."""
-    host = engine._core.optimizer_in_backward.speculation._host
-    until_s = time.monotonic() + 0.2
-    while host is not None and host._updates and time.monotonic() < until_s:
-        if any(update.begun.is_set() for update in host._updates.values()):
+    speculation, until_s = engine._core.optimizer_in_backward.speculation, time.monotonic() + 0.2
+    host, disk = speculation._host, speculation._disk
+    while time.monotonic() < until_s:
+        begun = any(update.begun.is_set() for update in host._updates.values()) if host is not None else False
+        queued = any(map(disk._disk_step.is_queued, disk._updates.values())) if disk is not None else False
+        if begun or not (queued or (host is not None and host._updates)):
             return
+        speculation.progress()
         time.sleep(0.001)
 
 
