@@ -1,11 +1,12 @@
 """Rates of the products of a linear layer on one core of this machine's CPU, in each precision."""
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 
 import torch
+
+from patrickstar._kernels.one_thread import one_thread
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TYPICAL_WIDTH = 1024
@@ -39,7 +40,7 @@ def product_rate(precision: str, outputs: int, inputs: int) -> float:
         Operations per second over all three; a multiply-add counts as two.
     """
     started_s, size, best_rate = time.thread_time(), FIRST_SIZE, 0.0
-    with _one_thread():
+    with one_thread():
         while True:
             rows, n, k = min(ROWS, size), min(outputs, size), min(inputs, size)
             products = _products(DTYPES[precision], rows, n, k)
@@ -51,16 +52,6 @@ def product_rate(precision: str, outputs: int, inputs: int) -> float:
             if size >= max(ROWS, outputs, inputs) or next_s > LIMIT_S:
                 return best_rate
             size *= 2
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _products(dtype: torch.dtype, rows: int, outputs: int, inputs: int) -> Callable[[], None]:

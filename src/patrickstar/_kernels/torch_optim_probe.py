@@ -3,14 +3,14 @@
 import itertools
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from patrickstar._kernels.one_thread import one_thread
 from patrickstar._kernels.torch_optim_adapter import (
     Instances,
     TorchOptimRule,
@@ -124,7 +124,7 @@ def probe(kind: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> Prof
     import_compiler()
     generators = GlobalGenerators()
     try:
-        with _one_thread():
+        with one_thread():
             profile, reason = _profile(kind, options, generators)
     finally:
         generators.restore()
@@ -172,17 +172,6 @@ class GlobalGenerators:
         torch.set_rng_state(self._torch)
         random.setstate(self._python)
         np.random.set_state(self._numpy)
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Run operators, which are small, in one thread: more would wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _run(kind: type[torch.optim.Optimizer], options: Mapping[str, Any], generators: GlobalGenerators) -> Run:
