@@ -6,6 +6,7 @@ from pathlib import Path
 import psutil
 
 from patrickstar._cli.corpus import refuse_missing_text
+from patrickstar._cli.launcher import find_agent
 from patrickstar._cli.train_options import TrainOptions
 from patrickstar._layout.byte_size import format_size, parse_size
 from patrickstar._layout.schema import COMPUTE_DTYPES, schema_for
@@ -36,7 +37,7 @@ def refuse_early(options: TrainOptions) -> None:
     refuse_unknown_model(options.model)
     for location in options.data:
         refuse_missing_text(location)
-    if options.resume is not None:
+    if options.resume is not None and find_agent() is None:  # a restarted command resumes a newer one
         refuse_missing_checkpoint(options.resume)
     for name in _FOLDERS:
         if (folder := getattr(options, name)) is not None:
