@@ -205,3 +205,19 @@ def test_tensors_that_only_a_collection_would_free_do_not_break_the_budget():
     (expected, evictions), (found, _) = run(0), run(16 << 10)
     assert evictions > 0
     assert_same_bits(expected, found, "parameters")
+
+
+def test_unreachable_tensors_of_before_do_not_hide_what_a_step_needs():
+    """If they were there when the engine began to measure, non-model data would seem smaller once they are freed."""
+
+    def peak_bytes(garbage_numel):
+        cycle = [torch.ones(garbage_numel)]
+        cycle.append(cycle)
+        del cycle
+        config = ps.Config(device="cpu", precision="fp32", device_memory="1MiB", host_memory="4MiB")
+        with ps.initialize(partial(layers, 64, 4), config)[0] as engine:
+            gc.collect()
+            train(engine, inputs(2, 64, rows=64))
+            return engine.stats.total.device_peak_non_model_bytes
+
+    assert peak_bytes(1 << 18) == peak_bytes(1) > 0

@@ -1,6 +1,7 @@
 """Meters of non-model data: measured usage minus chunk bytes (PatrickStar §8.1)."""
 
 import ctypes
+import gc
 import os
 import warnings
 from pathlib import Path
@@ -117,6 +118,9 @@ class AllocatorMeter:
         self.baseline_bytes = 0
 
     def calibrate(self, chunk_bytes: int) -> None:
+        # Tensors in unreachable reference cycles belong to nobody: once Python frees them, as many bytes of the step
+        # would not be counted.
+        gc.collect()
         self.baseline_bytes = self._allocator.live_bytes
 
     def now(self, chunk_bytes: int) -> int:
