@@ -14,7 +14,7 @@ from patrickstar._memory.accelerator import Accelerator
 from patrickstar._memory.direct_io import BLOCK_BYTES, PAGE_BYTES
 
 DENSE_ADVICE = "store it dense and convert it in the forward, or register the buffer with persistent=False"
-"""What to do about a sparse tensor, for errors."""
+"""Advice about a sparse tensor, for errors."""
 DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",

@@ -79,25 +79,11 @@ class ChunkDTensorView(_InterceptedDTensor):
 
     ordinary_class: ClassVar[type[torch.Tensor]] = DTensor
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        copied: torch.Tensor = memo.setdefault(id(self), plain_tensor(self))
-        return copied
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return plain_tensor(self).__reduce_ex__(protocol)
-
 
 class ChunkDTensor(_InterceptedDTensor):
     """Class of a parameter that is a DTensor while it is managed. See [Note: DTensor parameters]."""
 
     _is_whole = True
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        copied: nn.Parameter = memo.setdefault(id(self), self._ordinary())
-        return copied
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._ordinary().__reduce_ex__(protocol)
 
     def _ordinary(self) -> nn.Parameter:
         """Return an ordinary parameter with this process's part in full precision, on the host."""

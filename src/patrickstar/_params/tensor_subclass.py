@@ -101,7 +101,23 @@ def intercepted(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
     return _torch_function(torch.Tensor, func, (), args, kwargs)
 
 
-class ManagedTensor:
+class OrdinaryCopies:
+    """Base of the classes whose copies and pickles are ordinary tensors."""
+
+    __slots__ = ()
+
+    def _ordinary(self: Any) -> torch.Tensor:
+        """Return an ordinary tensor with the values."""
+        return plain_tensor(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return memo.setdefault(id(self), self._ordinary())  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._ordinary().__reduce_ex__(protocol)
+
+
+class ManagedTensor(OrdinaryCopies):
     """Base of the classes whose operators are intercepted."""
 
     __slots__ = ()
@@ -127,13 +143,6 @@ class ChunkView(ManagedTensor, torch.Tensor):
     ordinary_class: ClassVar[type[torch.Tensor]] = torch.Tensor
     """Class of a tensor that is no longer a view."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        copied: torch.Tensor = memo.setdefault(id(self), plain_tensor(self))
-        return copied
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return plain_tensor(self).__reduce_ex__(protocol)
-
 
 def _torch_dispatch(
     cls: Any, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -150,7 +159,7 @@ def _torch_dispatch(
         return tree_map_only(ChunkView, detached_view, out)
 
 
-class FormerDetachedView(torch.Tensor):
+class FormerDetachedView(OrdinaryCopies, torch.Tensor):
     """Tensor that was a `DetachedView` and has its own memory: PyTorch still dispatches its operators to its class."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -161,13 +170,6 @@ class FormerDetachedView(torch.Tensor):
     ) -> Any:
         with torch._C._DisableTorchDispatch():
             return func(*args, **kwargs or {})
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        copied: torch.Tensor = memo.setdefault(id(self), plain_tensor(self))
-        return copied
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return plain_tensor(self).__reduce_ex__(protocol)
 
 
 class DetachedView(ChunkView):
@@ -206,13 +208,6 @@ class ChunkParameter(ManagedTensor, nn.Parameter):
 
     def _with_strides(self) -> torch.Tensor:
         return self._managed_params[0].meta_tensor
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        copied: nn.Parameter = memo.setdefault(id(self), self._ordinary())
-        return copied
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._ordinary().__reduce_ex__(protocol)
 
     def _ordinary(self) -> nn.Parameter:
         """Return an ordinary Parameter with the values in full precision, on the host."""
