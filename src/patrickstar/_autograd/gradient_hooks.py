@@ -1,6 +1,6 @@
 """Hooks on parameters that move each complete gradient into its chunk."""
 
-from contextlib import nullcontext
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -64,7 +64,14 @@ class GradientHooks:
 
     def on_gradient(self, managed: ManagedParam, param: torch.Tensor) -> None:
         """Move the gradient that autograd accumulated in `param.grad` into the chunk."""
-        with self.lock, torch._C.DisableTorchFunctionSubclass():
+        if self.lock.owner == get_ident():
+            self._take(managed, param)
+            return
+        with self.lock:
+            self._take(managed, param)
+
+    def _take(self, managed: ManagedParam, param: torch.Tensor) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
             grad, param.grad = param.grad, None
             if grad is None:  # autograd completes the gradient of a parameter whose operators gave none, too
                 return
@@ -94,8 +101,10 @@ class GradientHooks:
             self._accept(managed, grad, complete=managed.lookups_in_graph_bytes == 0)
 
     def _accept(self, managed: ManagedParam, grad: torch.Tensor, complete: bool = True) -> None:
-        # In a backward with create_graph=True gradients are enabled here.
-        with managing() if torch.is_grad_enabled() else nullcontext():
+        if not torch.is_grad_enabled():
+            self._move(managed, grad, complete)
+            return
+        with managing():  # a backward with create_graph=True
             self._move(managed, grad, complete)
 
     def _move(self, managed: ManagedParam, grad: torch.Tensor, complete: bool) -> None:

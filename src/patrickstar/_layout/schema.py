@@ -5,6 +5,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 
 PARAM16 = "param16"
@@ -74,17 +75,17 @@ class ParamSchema:
         """List that operators read."""
         return self.lists[0]
 
-    @property
+    @cached_property
     def optimizer_lists(self) -> tuple[ListSpec, ...]:
         """Lists that only the optimizer step accesses."""
         return self.lists[1:]
 
-    @property
+    @cached_property
     def state_lists(self) -> tuple[ListSpec, ...]:
         """Master and optimizer states."""
         return tuple(spec for spec in self.optimizer_lists if spec.kind != DELAYED16)
 
-    @property
+    @cached_property
     def state_kinds(self) -> tuple[str, ...]:
         """Kinds of the optimizer states' lists; none of a frozen parameter."""
         return tuple(spec.kind for spec in self.state_lists if spec.kind != PARAM32)
@@ -99,7 +100,7 @@ class ParamSchema:
         """Bytes of model data per element without padding: 14 for Adam in mixed precision, 2 if frozen in 16 bits."""
         return sum(spec.itemsize for spec in (*self.lists, *self.buffers))
 
-    @property
+    @cached_property
     def trained(self) -> bool:
         """True if the optimizer updates parameters of this schema."""
         return len(self.lists) > 1

@@ -71,7 +71,7 @@ class ManagedParam:
         """Chunk lists of its optimizer states; none while it is frozen."""
         return self.schema.state_kinds
 
-    @property
+    @cached_property
     def is_dtensor(self) -> bool:
         return self.whole is not None
 
