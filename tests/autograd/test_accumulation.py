@@ -3,11 +3,11 @@
 import pytest
 import torch
 import torch.nn as nn
-from toys import mean_square
+from toys import mean_square, module
 
 from patrickstar import testing
 
-from .zoo import WIDTH, Stack, call_block, compare_steps, linear, mlp, module, normal, normal_batches, update
+from .zoo import WIDTH, Stack, call_block, compare_steps, linear, mlp, normal, normal_batches, update
 
 
 @pytest.mark.parametrize("accumulation", [2, 3])

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
     set_checkpoint_early_stop,
 )
-from toys import layers, mean_square
+from toys import layers, mean_square, module
 
 import patrickstar as ps
 from patrickstar import testing
@@ -31,7 +31,6 @@ from .zoo import (
     call_block,
     compare_steps,
     linear,
-    module,
     normal,
     normal_batches,
     update,

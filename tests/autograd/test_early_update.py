@@ -5,7 +5,7 @@ from unittest import mock
 import pytest
 from probes import optimizer_step_of
 from torch import nn
-from toys import layers, mean_square, train
+from toys import Made, layers, mean_square, module, train
 
 from patrickstar import testing
 from patrickstar._engine.engine import Engine
@@ -13,7 +13,7 @@ from patrickstar._kernels.cpp_backend import CppBackend
 from patrickstar._step.host_updates import HostUpdates
 from patrickstar.errors import TrainingError
 
-from .zoo import WIDTH, Made, Stack, call_block, linear, mlp, module, normal, normal_batches, small_chunks, weight
+from .zoo import WIDTH, Stack, call_block, linear, mlp, normal, normal_batches, small_chunks, weight
 
 
 def stack(checkpointing="off"):

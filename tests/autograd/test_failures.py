@@ -6,12 +6,12 @@ import pytest
 import torch
 import torch.nn as nn
 from pydantic import Field
-from toys import mean_square
+from toys import mean_square, module
 
 import patrickstar as ps
 from patrickstar import testing
 
-from .zoo import WIDTH, Stack, linear, mlp, module, normal, normal_batches, small_chunks, train, update
+from .zoo import WIDTH, Stack, linear, mlp, normal, normal_batches, small_chunks, train, update
 
 
 class Trip(RuntimeError):

@@ -7,13 +7,13 @@ import pytest
 import torch
 import torch.nn as nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
-from toys import mean_square
+from toys import mean_square, module
 
 import patrickstar as ps
 from patrickstar import testing
 from patrickstar._engine.engine import Engine
 
-from .zoo import WIDTH, Stack, assert_blocks_exact, linear, module, normal, normal_batches, tokens, train, update
+from .zoo import WIDTH, Stack, assert_blocks_exact, linear, normal, normal_batches, tokens, train, update
 
 
 def recurrent(*args, layer=nn.LSTM, **options):

@@ -3,11 +3,11 @@
 import pytest
 import torch
 import torch.nn as nn
-from toys import mean_square
+from toys import mean_square, module
 
 from patrickstar import testing
 
-from .zoo import WIDTH, Stack, linear, mlp, module, normal, normal_batches, train
+from .zoo import WIDTH, Stack, linear, mlp, normal, normal_batches, train
 
 
 @pytest.fixture(params=[torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])

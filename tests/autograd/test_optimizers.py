@@ -7,14 +7,14 @@ import pytest
 import torch
 import torch.nn as nn
 from torch.optim import lr_scheduler
-from toys import mean_square
+from toys import mean_square, module
 
 import patrickstar as ps
 from patrickstar import testing
 from patrickstar.errors import ModelError, PatrickStarError
 
 from .optimizer_cases import OPTIMIZERS, SOME, SignSGD, Torch, build, plain_sgd, plain_steps
-from .zoo import WIDTH, linear, module, normal, normal_batches, small_chunks, through_a_file, train
+from .zoo import WIDTH, linear, normal, normal_batches, small_chunks, through_a_file, train
 
 
 @pytest.fixture(params=["bf16", "fp16", "fp32"])

@@ -5,11 +5,11 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.utils import parametrizations
-from toys import mean_square
+from toys import mean_square, module
 
 from patrickstar import testing
 
-from .zoo import WIDTH, Stack, assert_blocks_exact, linear, module, normal_batches, small_chunks, train, update, weight
+from .zoo import WIDTH, Stack, assert_blocks_exact, linear, normal_batches, small_chunks, train, update, weight
 
 
 def mixed_dtypes(m, x):

@@ -3,12 +3,12 @@
 import pytest
 import torch
 import torch.nn as nn
-from toys import mean_square
+from toys import mean_square, module
 
 import patrickstar as ps
 from patrickstar.errors import ModelError
 
-from .zoo import WIDTH, linear, module, normal, small_chunks, tokens
+from .zoo import WIDTH, linear, normal, small_chunks, tokens
 
 
 def force(m, x):

@@ -6,23 +6,13 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from toys import mean_square
+from toys import mean_square, module
 
 import patrickstar as ps
 from patrickstar import testing
 from patrickstar.errors import ModelError
 
-from .zoo import (
-    WIDTH,
-    Stack,
-    compare_steps,
-    linear,
-    module,
-    next_token_loss,
-    normal_batches,
-    tokens,
-    update,
-)
+from .zoo import WIDTH, Stack, compare_steps, linear, next_token_loss, normal_batches, tokens, update
 
 
 class TiedLanguageModel(nn.Module):

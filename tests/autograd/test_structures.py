@@ -6,23 +6,12 @@ import dataclasses
 import pytest
 import torch
 import torch.nn as nn
-from toys import mean_square
+from toys import mean_square, module
 from transformers.utils import ModelOutput
 
 from patrickstar import testing
 
-from .zoo import (
-    WIDTH,
-    Stack,
-    assert_blocks_exact,
-    compare_steps,
-    linear,
-    module,
-    normal,
-    normal_batches,
-    small_chunks,
-    update,
-)
+from .zoo import WIDTH, Stack, assert_blocks_exact, compare_steps, linear, normal, normal_batches, small_chunks, update
 
 
 @dataclasses.dataclass

@@ -4,10 +4,11 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from toys import module
 
 from patrickstar import testing
 
-from .zoo import WIDTH, assert_blocks_exact, linear, module, normal_batches, weight
+from .zoo import WIDTH, assert_blocks_exact, linear, normal_batches, weight
 
 
 def detached_after_use(m, x):

@@ -84,24 +84,6 @@ def call_block(block, x, checkpointing):
     return checkpoint(block, x, use_reentrant=checkpointing == "reentrant")
 
 
-class Made(nn.Module):
-    """Module with named parts, whose forward is a function of it and its inputs."""
-
-    def __init__(self, function, parts):
-        super().__init__()
-        self.function = function
-        for name, build in parts.items():
-            setattr(self, name, build())
-
-    def forward(self, *args, **kwargs):
-        return self.function(self, *args, **kwargs)
-
-
-def module(function, **parts):
-    """Return a function that builds such a module from functions that build its parts."""
-    return lambda: Made(function, parts)
-
-
 class Stack(nn.Module):
     """A stem, optionally checkpointed blocks and a head, as in most models."""
 

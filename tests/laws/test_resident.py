@@ -11,7 +11,7 @@ from seeded import reference_of
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from toys import batches, inputs, layers, mean_square, train
+from toys import batches, inputs, layers, mean_square, module, train
 
 from patrickstar import testing
 from patrickstar._engine.engine import Engine
@@ -19,7 +19,8 @@ from patrickstar._engine.engine import Engine
 from .models import config, precisions, shapes
 from .residents import PLENTY, SHAPE, engine_of, holds, same, train_until_resident
 
-four_layers = partial(layers, 8, 4)
+two_layers, three_layers, four_layers = (partial(layers, 8, count) for count in (2, 3, 4))
+small_linear = partial(nn.Linear, 8, 8)
 
 
 @settings(max_examples=draws(40), deadline=None, print_blob=True)
@@ -63,19 +64,16 @@ def test_views_kept_in_a_resident_iteration_are_intercepted_later():
     assert type(view).__name__ == "ChunkView"
 
 
-class LateView(nn.Module):
-    """Begins to keep views of a weight in a resident forward; renews them at each call."""
+def late_view(kind):
+    """Return a model that begins to keep views of a weight in a resident forward, and renews them at each call."""
 
-    def __init__(self, kind):
-        super().__init__()
-        self.layers, self.kind, self.calls, self.view = layers(8, 3), kind, 0, None
+    def forward(m, x):
+        if m.calls > 5:
+            weight = m.layers[2].weight
+            m.view = {"t": weight.t, "detach": weight.detach, "rows": lambda: weight[2:4]}[kind]()
+        return m.layers(x)
 
-    def forward(self, x):
-        self.calls += 1
-        if self.calls > 5:
-            weight = self.layers[2].weight
-            self.view = {"t": weight.t, "detach": weight.detach, "rows": lambda: weight[2:4]}[self.kind]()
-        return self.layers(x)
+    return module(forward, layers=three_layers, view=lambda: None)
 
 
 def reading_the_view(trainer):
@@ -92,74 +90,55 @@ def reading_the_view(trainer):
 @pytest.mark.parametrize("kind", ["t", "detach", "rows"])
 def test_views_that_outlive_a_resident_forward(kind):
     """Between backward and step the gradient is stored in place of the weight; the view still reads the weight."""
-    same(lambda: LateView(kind), reading_the_view)
+    same(late_view(kind), reading_the_view)
 
 
-class InPlace(nn.Module):
-    """Clips its weight in the forward, and keeps a view of it."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers, self.view = layers(8, 3), None
-
-    def forward(self, x):
-        with torch.no_grad():
-            self.layers[1].weight.clamp_(-0.2, 0.2)
-        if self.view is None:
-            self.view = self.layers[2].weight.detach()[:4]
-        return F.linear(self.layers(x), self.view).sum(1)
+def clips_in_place(m, x):
+    """Clip a weight in the forward, and keep a view of it."""
+    with torch.no_grad():
+        m.layers[1].weight.clamp_(-0.2, 0.2)
+    if m.view is None:
+        m.view = m.layers[2].weight.detach()[:4]
+    return F.linear(m.layers(x), m.view).sum(1)
 
 
-class Changing(nn.Module):
-    """Does in later iterations what it did not do in the traced ones."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second, self.shared = layers(8, 2), layers(8, 2), nn.Linear(8, 8)
-        self.calls = 0
-
-    def forward(self, x):
-        self.calls += 1
-        hidden = self.shared(self.first(x))
-        if self.calls > 4 and self.calls % 2:
-            hidden = checkpoint(self.second, hidden, use_reentrant=False)
-        if self.calls > 5:
-            hidden = self.shared(hidden.relu())
-        return self.second(hidden) if self.calls > 3 else self.first(hidden)
+def changes(m, x):
+    """Do in later iterations what was not done in the traced ones."""
+    hidden = m.shared(m.first(x))
+    if m.calls > 4 and m.calls % 2:
+        hidden = checkpoint(m.second, hidden, use_reentrant=False)
+    if m.calls > 5:
+        hidden = m.shared(hidden.relu())
+    return m.second(hidden) if m.calls > 3 else m.first(hidden)
 
 
-class Reentrant(nn.Module):
-    """Uses a parameter inside and outside of a reentrant checkpoint."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner, self.outer = nn.Linear(8, 8), layers(8, 2)
-
-    def forward(self, x):
-        return self.outer(checkpoint(self.inner, self.inner(self.outer(x)), use_reentrant=True))
+def inside_and_outside(m, x):
+    """Use a parameter inside and outside of a reentrant checkpoint."""
+    return m.outer(checkpoint(m.inner, m.inner(m.outer(x)), use_reentrant=True))
 
 
-class DetachesLate(nn.Module):
-    """From the fifth call on, reads a trained weight without its gradient: autograd saves a view of it."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second, self.calls = nn.Linear(8, 8), nn.Linear(8, 8), 0
-
-    def forward(self, x):
-        self.calls += 1
-        hidden = self.first(x)
-        if self.calls > 4:
-            hidden = F.linear(hidden, self.second.weight.detach())
-        return self.second(hidden)
+def detaches_late(m, x):
+    """From the fifth call on, read a trained weight without its gradient: autograd saves a view of it."""
+    hidden = m.first(x)
+    if m.calls > 4:
+        hidden = F.linear(hidden, m.second.weight.detach())
+    return m.second(hidden)
 
 
-@pytest.mark.parametrize(
-    ("build", "more"),
-    [(InPlace, {}), (Changing, {}), (Reentrant, {}), (DetachesLate, {}), (DetachesLate, {"activation_offload": True})],
-)
+detaching = module(detaches_late, first=small_linear, second=small_linear)
+UNUSUAL = {
+    "clips in place": (module(clips_in_place, layers=three_layers, view=lambda: None), {}),
+    "changes": (module(changes, first=two_layers, second=two_layers, shared=small_linear), {}),
+    "reentrant": (module(inside_and_outside, inner=small_linear, outer=two_layers), {}),
+    "detaches late": (detaching, {}),
+    "detaches late, offloads": (detaching, {"activation_offload": True}),
+}
+
+
+@pytest.mark.parametrize("model", UNUSUAL)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_models_that_do_unusual_things(build, more, precision):
+def test_models_that_do_unusual_things(model, precision):
+    build, more = UNUSUAL[model]
     options = config(precision, 256, device_memory=PLENTY, **more)
     same(build, lambda trainer: train(trainer, inputs(9, 8)), options)
 
@@ -193,41 +172,28 @@ def test_unusual_loops(script):
     same(partial(layers, 8, 4, nn.Tanh), script)
 
 
-class Assigning(nn.Module):
-    """Assigns values and data to its weights in some forwards."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers, self.calls = layers(8, 3), 0
-
-    def forward(self, x):
-        self.calls += 1
-        if self.calls > 4:
-            weight = self.layers[1].weight
-            weight.data = weight.detach() * 0.5
-            with torch.no_grad():
-                self.layers[2].bias.add_(1.0)
-        return self.layers(x)
+def assigns(m, x):
+    """Assign values and data to weights in some forwards."""
+    if m.calls > 4:
+        weight = m.layers[1].weight
+        weight.data = weight.detach() * 0.5
+        with torch.no_grad():
+            m.layers[2].bias.add_(1.0)
+    return m.layers(x)
 
 
-class ClipsData(nn.Module):
-    """Clips its weights through `.data` in each forward, which leaves no trace in their version counters."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = layers(8, 3)
-
-    def forward(self, x):
-        for layer in self.layers:
-            layer.weight.data.clamp_(-0.2, 0.2)
-        return self.layers(x)
+def clips_data(m, x):
+    """Clip weights through `.data` in each forward, which leaves no trace in their version counters."""
+    for layer in m.layers:
+        layer.weight.data.clamp_(-0.2, 0.2)
+    return m.layers(x)
 
 
-@pytest.mark.parametrize(("build", "accumulation"), [(Assigning, 1), (Assigning, 2), (ClipsData, 1)])
-def test_assignments_within_a_resident_forward(build, accumulation):
+@pytest.mark.parametrize(("forward", "accumulation"), [(assigns, 1), (assigns, 2), (clips_data, 1)])
+def test_assignments_within_a_resident_forward(forward, accumulation):
     states = []
     for more in ({}, {"evict_everything": True}):
-        engine = engine_of(build, **more)
+        engine = engine_of(module(forward, layers=three_layers), **more)
         train(engine, inputs(8, 8), accumulation=accumulation)
         states.append(engine.state_dict())
     testing.assert_same_bits(*states, "parameters")

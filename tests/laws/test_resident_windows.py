@@ -5,7 +5,7 @@ import torch
 from seeded import compared, reference_of
 from torch import nn
 from torch.nn import functional as F
-from toys import batches, inputs, layers, mean_square
+from toys import batches, inputs, layers, mean_square, module
 
 from patrickstar._autograd import windows
 
@@ -14,22 +14,24 @@ from .models import config
 from .residents import PLENTY, SHAPE, engine_of, holds, same
 
 
-class InPlaceOnOutputs(nn.Module):
-    """Changes the outputs of its operators in place: those that are views get another node in the graph."""
+def in_place_on_outputs(m, x):
+    """Change outputs of operators in place: those that are views get another node in the graph."""
+    weight = m.layers[0][0].weight
+    hidden = torch.einsum("bi,oi->ob", x, weight).mul_(2.0).t()
+    hidden = hidden + F.bilinear(x, x, m.core).add_(1.0)
+    hidden = F.linear(hidden, weight).tanh_()
+    hidden = hidden + torch.tensordot(hidden, weight, dims=([1], [1]))[:, :8].relu_()
+    hidden = hidden + m.lstm(hidden)[0] * 0.5 + m.attention(hidden, hidden, hidden)[0].sigmoid_()
+    return m.layers(hidden)
 
-    def __init__(self):
-        super().__init__()
-        self.layers, self.core = layers(8, 3, nn.Tanh), nn.Parameter(torch.randn(8, 8, 8) / 8)
-        self.lstm, self.attention = nn.LSTM(8, 8, batch_first=True), nn.MultiheadAttention(8, 2)
 
-    def forward(self, x):
-        weight = self.layers[0][0].weight
-        hidden = torch.einsum("bi,oi->ob", x, weight).mul_(2.0).t()
-        hidden = hidden + F.bilinear(x, x, self.core).add_(1.0)
-        hidden = F.linear(hidden, weight).tanh_()
-        hidden = hidden + torch.tensordot(hidden, weight, dims=([1], [1]))[:, :8].relu_()
-        hidden = hidden + self.lstm(hidden)[0] * 0.5 + self.attention(hidden, hidden, hidden)[0].sigmoid_()
-        return self.layers(hidden)
+build_in_place = module(
+    in_place_on_outputs,
+    layers=lambda: layers(8, 3, nn.Tanh),
+    core=lambda: nn.Parameter(torch.randn(8, 8, 8) / 8),
+    lstm=lambda: nn.LSTM(8, 8, batch_first=True),
+    attention=lambda: nn.MultiheadAttention(8, 2),
+)
 
 
 def backwards(trainer):
@@ -47,7 +49,7 @@ def backwards(trainer):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_backwards_that_find_gradients_in_place_of_parameters(precision):
-    same(InPlaceOnOutputs, backwards, config(precision, 256, device_memory=PLENTY))
+    same(build_in_place, backwards, config(precision, 256, device_memory=PLENTY))
 
 
 def test_the_nodes_of_views_need_a_window_each(monkeypatch):
@@ -55,7 +57,7 @@ def test_the_nodes_of_views_need_a_window_each(monkeypatch):
     hooked = windows.GraphSnapshot.added
     monkeypatch.setattr(windows.GraphSnapshot, "added_nodes", lambda self, nodes: iter(hooked(self, nodes)))
     with pytest.raises((AssertionError, RuntimeError)):
-        same(InPlaceOnOutputs, backwards)
+        same(build_in_place, backwards)
 
 
 def evaluations(trainer):
@@ -82,15 +84,9 @@ def test_held_parameters_whose_updates_are_deferred(device_memory, tmp_path):
 def test_an_embedding_on_the_host_is_not_held():
     """Its lookups stay on the host also in resident iterations, and an operator on its weight moves it back."""
 
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embedding, self.layers, self.calls = nn.Embedding(2048, 8), layers(8, 2), 0
-
-        def forward(self, ids):
-            self.calls += 1
-            out = self.layers(self.embedding(ids)).sum(1)
-            return out if self.calls % 6 else out + self.embedding.weight[:3].sum()
+    def forward(m, ids):
+        out = m.layers(m.embedding(ids)).sum(1)
+        return out if m.calls % 6 else out + m.embedding.weight[:3].sum()
 
     def run(trainer):
         torch.manual_seed(1)
@@ -99,23 +95,18 @@ def test_an_embedding_on_the_host_is_not_held():
             trainer.optimizer.step()
         return []
 
-    same(Tied, run, config("fp32", 16384, device_memory=96 * 1024))
+    tied = module(forward, embedding=lambda: nn.Embedding(2048, 8), layers=lambda: layers(8, 2))
+    same(tied, run, config("fp32", 16384, device_memory=96 * 1024))
 
 
 # Evaluations during which all parameters stay on the device, with the same results
 
 
 def test_an_evaluation_may_return_views():
-    class Returning(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers, self.calls = layers(8, 2), 0
+    def forward(m, x):
+        return m.layers[0].weight.t() if m.calls > 4 else m.layers(x)
 
-        def forward(self, x):
-            self.calls += 1
-            return self.layers[0].weight.t() if self.calls > 4 else self.layers(x)
-
-    engine = engine_of(Returning)
+    engine = engine_of(module(forward, layers=lambda: layers(8, 2)))
     with torch.no_grad():
         *_, view = [engine(*inputs(1, 8)[0]) for _ in range(6)]
     expected = engine.state_dict()["layers.0.weight"].t()
@@ -159,17 +150,12 @@ def test_evaluations_between_and_within_iterations(precision):
 
 
 def test_an_evaluation_may_return_a_graph():
-    class Forces(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = layers(8, 4, nn.Tanh)
+    def forward(m, x):
+        with torch.enable_grad():
+            return m.layers(x)
 
-        def forward(self, x):
-            with torch.enable_grad():
-                return self.layers(x)
-
-    gradients = []
-    for trainer in (engine_of(Forces), reference_of(Forces, config("fp32", 256))):
+    forces, gradients = module(forward, layers=lambda: layers(8, 4, nn.Tanh)), []
+    for trainer in (engine_of(forces), reference_of(forces, config("fp32", 256))):
         x = inputs(1, 8)[0][0].requires_grad_()
         with torch.no_grad():
             *_, out = [trainer(x) for _ in range(4)]
