@@ -9,51 +9,39 @@ import patrickstar as ps
 from patrickstar import testing
 from patrickstar.errors import TrainingError
 
-from .zoo import Stack, linear, mlp, normal_batches, train, update
+from .zoo import Stack, linear, mlp, normal_batches, train, trains, update
 
 
 def other_model():
     return nn.Sequential(mlp(), mlp())
 
 
-def test_interleaved_steps(config):
+@trains(lambda: Stack([mlp(), linear()]))
+def test_interleaved_steps(trainer, optimizer, config):
     """Each part of one engine's step runs between two parts of the other's."""
-
-    def script(trainer, optimizer):
-        other, other_optimizer = ps.initialize(other_model, config)
-        losses = []
-        for (x,) in normal_batches():
-            first = mean_square(trainer(x))
-            second = mean_square(other(x))
-            trainer.backward(first)
-            other.backward(second)
-            optimizer.step()
-            other_optimizer.step()
-            optimizer.zero_grad()
-            other_optimizer.zero_grad()
-            losses += [first.detach(), second.detach()]
-        losses += list(other.state_dict().values())
-        other.close()
-        return losses
-
-    testing.compare(lambda: Stack([mlp(), linear()]), config, script)
+    other, other_optimizer = ps.initialize(other_model, config)
+    for (x,) in normal_batches():
+        first, second = mean_square(trainer(x)), mean_square(other(x))
+        trainer.backward(first)
+        other.backward(second)
+        for method in ("step", "zero_grad"):
+            getattr(optimizer, method)()
+            getattr(other_optimizer, method)()
+        yield from (first.detach(), second.detach())
+    yield from other.state_dict().values()
+    other.close()
 
 
-def test_an_engine_called_inside_anothers_forward(config):
+@trains(lambda: Stack([mlp(), linear()]))
+def test_an_engine_called_inside_anothers_forward(trainer, optimizer, config):
     """A managed teacher computes the targets while the student's graph is alive."""
-
-    def script(trainer, optimizer):
-        teacher, _ = ps.initialize(other_model, config)
-        losses = []
-        for (x,) in normal_batches():
-            output = trainer(x)
-            with torch.no_grad():
-                target = teacher(x)
-            losses.append(update(trainer, optimizer, mean_square(output - target)))
-        teacher.close()
-        return losses
-
-    testing.compare(lambda: Stack([mlp(), linear()]), config, script)
+    teacher, _ = ps.initialize(other_model, config)
+    for (x,) in normal_batches():
+        output = trainer(x)
+        with torch.no_grad():
+            target = teacher(x)
+        yield update(trainer, optimizer, mean_square(output - target))
+    teacher.close()
 
 
 def test_one_engine_after_another_over_one_module(config):

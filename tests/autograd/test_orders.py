@@ -11,7 +11,7 @@ import patrickstar as ps
 from patrickstar import testing
 from patrickstar.errors import ModelError, TrainingError
 
-from .zoo import WIDTH, Stack, linear, normal, small_chunks
+from .zoo import WIDTH, Stack, linear, normal, small_chunks, trains, update
 
 
 def chain(checkpointing="off"):
@@ -28,15 +28,12 @@ def batch(number):
     return normal(2, 3, WIDTH) * (number + 1)
 
 
-def test_clipping_twice_clips_the_clipped_gradients():
-    def script(trainer, optimizer):
-        trainer.backward(100 * mean_square(trainer(batch(0))))
-        norms = [trainer.clip_grad_norm_(limit).clone() for limit in (1.0, 0.5)]
-        gradients = [trainer.gradient(name) for name, _ in trainer.module.named_parameters()]
-        optimizer.step()
-        return norms + gradients
-
-    testing.compare(chain, small_chunks("bf16"), script)
+@trains(chain, small_chunks("bf16"))
+def test_clipping_twice_clips_the_clipped_gradients(trainer, optimizer):
+    trainer.backward(100 * mean_square(trainer(batch(0))))
+    yield from [trainer.clip_grad_norm_(limit).clone() for limit in (1.0, 0.5)]
+    yield from [trainer.gradient(name) for name, _ in trainer.module.named_parameters()]
+    optimizer.step()
 
 
 def test_backward_after_clipping_is_refused():
@@ -48,34 +45,26 @@ def test_backward_after_clipping_is_refused():
             engine.backward(loss)
 
 
-def test_loading_an_optimizer_that_had_not_stepped():
-    def script(trainer, optimizer):
-        before = optimizer.state_dict()
-        weights = {name: value.clone() for name, value in trainer.state_dict().items()}
-        for number in range(2):
-            if number:
-                optimizer.load_state_dict(before)
-                trainer.load_state_dict(weights)
-            trainer.backward(mean_square(trainer(batch(0))))
-            optimizer.step()
-        return []
-
-    testing.compare(chain, small_chunks("fp32"), script)
+@trains(chain, small_chunks("fp32"))
+def test_loading_an_optimizer_that_had_not_stepped(trainer, optimizer):
+    before = optimizer.state_dict()
+    weights = {name: value.clone() for name, value in trainer.state_dict().items()}
+    for number in range(2):
+        if number:
+            optimizer.load_state_dict(before)
+            trainer.load_state_dict(weights)
+        yield update(trainer, optimizer, mean_square(trainer(batch(0))))
 
 
-def test_unfreezing_under_inference_mode():
-    def script(trainer, optimizer):
-        trainer.module.blocks[1].requires_grad_(False)
-        trainer.backward(mean_square(trainer(batch(0))))
-        optimizer.step()
-        trainer.module.blocks[1].requires_grad_(True)
-        with torch.inference_mode():
-            seen = trainer(batch(1)).clone()
-        trainer.backward(mean_square(trainer(batch(2))))
-        optimizer.step()
-        return [seen.sum()]
-
-    testing.compare(half_frozen, small_chunks("bf16"), script)
+@trains(half_frozen, small_chunks("bf16"))
+def test_unfreezing_under_inference_mode(trainer, optimizer):
+    trainer.module.blocks[1].requires_grad_(False)
+    yield update(trainer, optimizer, mean_square(trainer(batch(0))))
+    trainer.module.blocks[1].requires_grad_(True)
+    with torch.inference_mode():
+        seen = trainer(batch(1)).clone()
+    yield update(trainer, optimizer, mean_square(trainer(batch(2))))
+    yield seen.sum()
 
 
 def test_unfreezing_in_the_middle_of_a_step_is_refused_by_name():
@@ -86,22 +75,17 @@ def test_unfreezing_in_the_middle_of_a_step_is_refused_by_name():
             engine(batch(1))
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_backward_in_another_thread(checkpointing):
+@pytest.mark.parametrize("checkpointing", ["off", "non-reentrant"])
+@trains(lambda checkpointing: chain(checkpointing), small_chunks("bf16"))
+def test_backward_in_another_thread(trainer, optimizer):
     """As on a GPU, where autograd uses its own thread."""
-
-    def script(trainer, optimizer):
-        losses = []
-        for number in range(2):
-            loss = mean_square(trainer(batch(number)))
-            worker = threading.Thread(target=trainer.backward, args=(loss,))
-            worker.start()
-            worker.join()
-            optimizer.step()
-            losses.append(loss.detach())
-        return losses
-
-    testing.compare(lambda: chain("non-reentrant" if checkpointing else "off"), small_chunks("bf16"), script)
+    for number in range(2):
+        loss = mean_square(trainer(batch(number)))
+        worker = threading.Thread(target=trainer.backward, args=(loss,))
+        worker.start()
+        worker.join()
+        optimizer.step()
+        yield loss.detach()
 
 
 def test_a_refusal_half_way_leaves_the_model_usable():

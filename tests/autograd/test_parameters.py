@@ -9,7 +9,7 @@ from toys import mean_square, module
 
 from patrickstar import testing
 
-from .zoo import WIDTH, Stack, assert_blocks_exact, linear, normal_batches, small_chunks, train, update, weight
+from .zoo import WIDTH, Stack, assert_blocks_exact, linear, normal_batches, small_chunks, train, trains, update, weight
 
 
 def mixed_dtypes(m, x):
@@ -165,35 +165,27 @@ def test_frozen_first_layers_whose_inputs_need_no_gradient(config):
     testing.assert_exact(build, normal_batches(), config)
 
 
+def first_block(first_state, checkpointing):
+    model = Stack([linear(), linear()], checkpointing)
+    model.blocks[0].requires_grad_(first_state)
+    return model
+
+
 @pytest.mark.parametrize("first_state", [True, False], ids=["frozen-later", "unfrozen-later"])
-def test_a_parameter_changes_between_frozen_and_trainable(first_state, config, checkpointing):
-    def build():
-        model = Stack([linear(), linear()], checkpointing)
-        model.blocks[0].requires_grad_(first_state)
-        return model
-
-    def script(trainer, optimizer):
-        losses = train(trainer, steps=2)
-        trainer.module.blocks[0].requires_grad_(not first_state)
-        losses += train(trainer, steps=2, first=2)
-        trainer.module.blocks[0].requires_grad_(first_state)
-        return losses + train(trainer, steps=2, first=4)
-
-    testing.compare(build, config, script)
+@trains(first_block)
+def test_a_parameter_changes_between_frozen_and_trainable(trainer, optimizer, first_state):
+    for first, state in ((0, first_state), (2, not first_state), (4, first_state)):
+        trainer.module.blocks[0].requires_grad_(state)
+        yield from train(trainer, steps=2, first=first)
 
 
-def test_everything_frozen_but_one_parameter_at_a_time(config):
+@trains(lambda: Stack([linear(), linear()]))
+def test_everything_frozen_but_one_parameter_at_a_time(trainer, optimizer):
     """Block-wise training, as in layer-by-layer fine-tuning."""
-
-    def script(trainer, optimizer):
-        losses = []
-        for step, (x,) in enumerate(normal_batches(4)):
-            for index, block in enumerate(trainer.module.blocks):
-                block.requires_grad_(index == step % 2)
-            losses.append(update(trainer, optimizer, mean_square(trainer(x))))
-        return losses
-
-    testing.compare(lambda: Stack([linear(), linear()]), config, script)
+    for step, (x,) in enumerate(normal_batches(4)):
+        for index, block in enumerate(trainer.module.blocks):
+            block.requires_grad_(index == step % 2)
+        yield update(trainer, optimizer, mean_square(trainer(x)))
 
 
 @pytest.mark.parametrize("chunk_bytes", [64, 256, 1024, 65536, "auto"])

@@ -12,7 +12,7 @@ import patrickstar as ps
 from patrickstar import testing
 from patrickstar.errors import ModelError
 
-from .zoo import WIDTH, Stack, compare_steps, linear, next_token_loss, normal_batches, tokens, update
+from .zoo import WIDTH, Stack, linear, next_token_loss, normal_batches, tokens, trains, update
 
 
 class TiedLanguageModel(nn.Module):
@@ -45,20 +45,17 @@ def test_siamese_towers(config):
     testing.assert_exact(siamese, batches, config)
 
 
-def test_a_weight_read_by_the_loss_outside_forward(config):
-    def step(trainer, optimizer, x):
-        hidden = trainer(x)
-        return [update(trainer, optimizer, mean_square(F.linear(hidden, trainer.module.head.weight)))]
-
-    compare_steps(lambda: Stack([linear()]), config, step)
+@trains(lambda: Stack([linear()]))
+def test_a_weight_read_by_the_loss_outside_forward(trainer, optimizer):
+    for (x,) in normal_batches():
+        yield update(trainer, optimizer, mean_square(F.linear(trainer(x), trainer.module.head.weight)))
 
 
-def test_a_penalty_on_all_weights_outside_forward(config):
-    def step(trainer, optimizer, x):
+@trains(lambda: Stack([linear()]))
+def test_a_penalty_on_all_weights_outside_forward(trainer, optimizer):
+    for (x,) in normal_batches():
         penalty = sum(p.float().pow(2).sum() for p in trainer.module.parameters())
-        return [update(trainer, optimizer, mean_square(trainer(x)) + 0.01 * penalty)]
-
-    compare_steps(lambda: Stack([linear()]), config, step)
+        yield update(trainer, optimizer, mean_square(trainer(x)) + 0.01 * penalty)
 
 
 class Sharing(nn.Module):

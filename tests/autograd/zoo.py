@@ -1,5 +1,7 @@
 """Building blocks and inputs for the models of the zoo."""
 
+import functools
+import inspect
 import io
 
 import torch
@@ -48,6 +50,32 @@ def update(trainer, optimizer, loss):
 def train(trainer, steps=3, first=0):
     """Train on the normal batches from `first` on."""
     return toys.train(trainer, normal_batches(first + steps)[first:])
+
+
+def trains(build, config=None, **options):
+    """Make a test of a training loop: the tensors that it yields, and all states, are those of plain PyTorch.
+
+    Parameters of `build`, and those of the loop behind trainer and optimizer, are fixtures; so is `config` by default.
+    """
+
+    def decorate(loop):
+        of_build = [name for name, each in inspect.signature(build).parameters.items() if each.default is each.empty]
+        of_loop = list(inspect.signature(loop).parameters)[2:]
+
+        @functools.wraps(loop)
+        def test(**fixtures):
+            model_func = functools.partial(build, **{name: fixtures[name] for name in of_build})
+            more = {name: fixtures[name] for name in of_loop}
+            script = lambda *trainer: list(loop(*trainer, **more))  # noqa: E731
+            testing.compare(model_func, config or fixtures["config"], script, **options)
+
+        names = dict.fromkeys([*of_build, *of_loop, *([] if config else ["config"])])
+        test.__signature__ = inspect.Signature(
+            [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
+        )
+        return test
+
+    return decorate
 
 
 def compare_steps(build, config, step, count=3):

@@ -2,10 +2,7 @@
 
 import mmap
 import re
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +15,7 @@ from toys import Shape, batches, inputs, layers, mean_square, train
 
 import patrickstar as ps
 from patrickstar._dry_run.simulation import forward_backward_step, simulate
+from patrickstar._engine import core
 from patrickstar._engine.engine import Engine
 from patrickstar._layout.byte_size import parse_size
 from patrickstar._memory.chunk_manager import ChunkManager
@@ -28,6 +26,7 @@ from patrickstar.errors import BudgetError
 from patrickstar.testing import NoMeter
 
 from .models import Waves, check_real_bytes, chunk_sizes, config, precisions, shapes, smallest_device_bytes
+from .tiers import run_elsewhere
 
 
 class WatchedHost(HostTier):
@@ -87,9 +86,10 @@ def test_both_budgets_hold_at_every_moment(shape, chunk_size, precision, spare_b
 
 def check_measured_process():
     """Train with the real meter and model data of four times the device budget."""
-    width, budget = 1024, parse_size("56MiB")
+    core.ChunkManager = Watched
+    width, budget = 1024, parse_size("40MiB")
     config = ps.Config(device="cpu", precision="fp32", device_memory=budget, chunk_size="4MiB")
-    engine, _ = ps.initialize(partial(layers, width, 18), config)
+    engine, _ = ps.initialize(partial(layers, width, 12), config)
     assert engine.layout.model_data_bytes > 4 * budget
     for batch in inputs(3, width, rows=8):
         train(engine, [batch])
@@ -99,14 +99,9 @@ def check_measured_process():
     assert engine.stats.total.evictions > 0
 
 
-@pytest.mark.long("a new process with imports of its own")
 def test_the_measured_process_stays_within_its_budget():
     """Use a separate process, without the memory of other tests."""
-    program = "from laws import test_budget as tests; import patrickstar._engine.core as core; "
-    program += "core.ChunkManager = tests.Watched; tests.check_measured_process()"
-    tests = Path(__file__).parents[1]
-    done = subprocess.run([sys.executable, "-c", program], cwd=tests, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run_elsewhere(check_measured_process)
 
 
 @settings(max_examples=draws(25), deadline=None, print_blob=True)

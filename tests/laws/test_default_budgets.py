@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from probes import set_ram
-from sampling import nightly
+from sampling import draws, nightly
 from torch import nn
 from toys import mean_square, train
 
@@ -123,7 +123,7 @@ def settings_of(message: str, draw: Draw, directory: Path) -> dict[str, dict[str
 @pytest.mark.parametrize("first", range(0, 200 if nightly() else 10, DRAWS_PER_TEST))
 def test_every_setting_that_a_refusal_names_suffices_beside_open_budgets(first, monkeypatch, tmp_path, one_thread):
     number, seed = 0, first * MOST_TRIES
-    while number < DRAWS_PER_TEST:
+    while number < draws(DRAWS_PER_TEST):
         draw, seed = Draw.of(seed), seed + 1
         set_ram(monkeypatch, draw.available_bytes, draw.total_bytes)
         if not (message := draw.train(advised=True)):

@@ -141,14 +141,20 @@ def in_memory(folder, first, last, *, update=ps.Delayed(after=3), saves=(), wait
     return engine
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    with in_memory(tmp_path_factory.mktemp("undisturbed"), 1, 8) as engine:
+        yield engine
+
+
 @pytest.mark.parametrize("waits", [True, False])
 @pytest.mark.parametrize("stop", [1, 2, 3, 4, 6])
-def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(stop, waits, tmp_path):
-    with in_memory(tmp_path, 1, 8) as expected, in_memory(tmp_path, 1, 8, saves=[stop], waits=waits) as saved:
+def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(stop, waits, undisturbed, tmp_path):
+    with in_memory(tmp_path, 1, 8, saves=[stop], waits=waits) as saved:
         saved.finish_saving()
         with in_memory(tmp_path, stop + 1, 8) as found:
             for engine in (saved, found):
-                assert_same_model(expected, engine)
+                assert_same_model(undisturbed, engine)
 
 
 def test_a_checkpoint_of_a_delayed_run_is_that_of_its_masters_without_a_delay(tmp_path):

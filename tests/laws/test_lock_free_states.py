@@ -2,6 +2,7 @@
 
 import random
 from contextlib import suppress
+from functools import partial
 
 import pytest
 import speculation_cases as cases
@@ -21,6 +22,7 @@ from patrickstar._step.lock_free_update import LockFreeUpdates
 from patrickstar.errors import ConfigError, TrainingError
 
 STEPS = 8
+slow = partial(pytest.param, marks=pytest.mark.slow)
 
 
 @pytest.fixture
@@ -135,7 +137,7 @@ def test_states_are_read_in_the_replay_as_in_the_run(no_progress, tmp_path):
             engine.state_dict()
 
 
-@pytest.mark.parametrize("line", range(1, 14, 3))
+@pytest.mark.parametrize("line", [1, slow(4), 7, slow(10), 13])
 @pytest.mark.parametrize("then", ["repeat", "read and repeat", "drop"])
 def test_a_step_that_is_interrupted(line, then, no_progress, monkeypatch, tmp_path):
     """Ctrl-C between chunks: the step is repeated, after a read of the state, or its gradients are dropped."""

@@ -40,7 +40,7 @@ def test_muon_takes_it_for_the_other_parameters():
 def test_other_updates(tmp_path, update, optimizer):
     config = options("bf16", 9000, optimizer=optimizer, update=update)
     config = on_disk(many_blocks, config, tmp_path, inputs(1)[0], Room(12_000, 12_000, 0.2))
-    compare(many_blocks, config, lambda trainer, optimizer: train(trainer, inputs(5)))
+    compare(many_blocks, config, lambda trainer, optimizer: train(trainer, inputs(4)))
 
 
 def test_states_are_loaded_as_they_are_and_not_from_adamw():
