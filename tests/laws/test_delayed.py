@@ -9,10 +9,10 @@ import speculation_cases as cases
 import torch
 from probes import manager_of, optimizer_step_of
 from seeded import assert_same_model
-from speculation_cases import DELAYED_EVENTS, backward, build, loop, step
+from speculation_cases import DELAYED_EVENTS, backward, build, loop, partly_frozen, step
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from toys import train
+from toys import module, train
 
 import patrickstar as ps
 from patrickstar import testing
@@ -57,12 +57,6 @@ def test_the_reference_follows_the_recurrence():
 @pytest.mark.parametrize("event", DELAYED_EVENTS[1:])
 def test_whatever_happens_before_the_step_is_as_in_the_reference(event):
     compare(loop([[]] * 2 + [[event], [], [event], []], [1] * 6), chunk_size="6KiB", device_memory=0.7)
-
-
-def partly_frozen():
-    model = build()
-    next(model.parameters()).requires_grad_(False)
-    return model
 
 
 def engine_of(model_func=build, *, evict_everything=True, **options):
@@ -290,20 +284,14 @@ def test_a_step_that_was_interrupted_goes_on_where_it_stopped(monkeypatch):
         testing.assert_same_bits(expected.state_dict(), engine.state_dict(), "parameters")
 
 
-class Words(nn.Module):
-    """A large embedding, of which a batch needs little."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.head = nn.Embedding(400, 8), nn.Linear(8, 8)
-
-    def forward(self, ids):
-        return self.head(self.words(ids))
+large_embedding = module(  # of which a batch needs little
+    lambda m, ids: m.head(m.words(ids)), words=lambda: nn.Embedding(400, 8), head=lambda: nn.Linear(8, 8)
+)
 
 
 def test_embeddings_are_looked_up_on_the_host():
     config = ps.Config(device="cpu", device_memory="12KiB", host_memory="4MiB", **DELAYED)
-    with seeded.engine_of(Words, config) as engine:
+    with seeded.engine_of(large_embedding, config) as engine:
         train(engine, [(torch.arange(6),)] * 4)
         moved = engine.stats.last.h2d_bytes + engine.stats.last.d2h_bytes
         assert moved < 400 * 8 * 2, "the embedding was copied to the device or back"
@@ -317,24 +305,21 @@ def test_delayed_updates_from_disk_go_on_beside_operators(tmp_path):
         assert updates.disk_step.unfinished and updates.updating
 
 
-class Reused(nn.Module):
-    """A layer that is used twice, with reentrant checkpoints: its gradient grows."""
+def use_twice(m, x):
+    """Use a layer twice, with reentrant checkpoints: its gradient grows."""
+    x = x.requires_grad_()
+    for _ in range(2):
+        x = checkpoint(m.layer, x, use_reentrant=True)
+    return m.head(x)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.head = nn.Linear(48, 48), nn.Linear(48, 48)
 
-    def forward(self, x):
-        x = x.requires_grad_()
-        for _ in range(2):
-            x = checkpoint(self.layer, x, use_reentrant=True)
-        return self.head(x)
+reused = module(use_twice, layer=lambda: nn.Linear(48, 48), head=lambda: nn.Linear(48, 48))
 
 
 def test_gradients_that_grow_are_known_from_the_steps_before():
     config = dict(update=ps.Delayed(after=3))
-    reference = reference_of(Reused, **config)
-    with engine_of(Reused, **config) as engine:
+    reference = reference_of(reused, **config)
+    with engine_of(reused, **config) as engine:
         assert_same_losses(reference, engine, range(6))
 
 

@@ -9,7 +9,7 @@ import pytest
 import rates
 import torch
 from torch import nn
-from toys import Shape, batches, inputs, layers, mean_square, train
+from toys import Shape, batches, inputs, layers, mean_square, module, train
 
 import patrickstar as ps
 from patrickstar import testing
@@ -23,21 +23,16 @@ WIDTH = 32
 IDS = torch.arange(6).reshape(2, 3)
 
 
-class Words(nn.Module):
-    """An embedding far larger than what is looked up in it, and a small body."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(5000, WIDTH)
-        self.body = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return mean_square(self.body(self.words(ids)))
+words = module(  # an embedding far larger than what is looked up in it, and a small body
+    lambda m, ids: mean_square(m.body(m.words(ids))),
+    words=lambda: nn.Embedding(5000, WIDTH),
+    body=lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH)),
+)
 
 
 def words_engine(device_memory: int) -> Engine:
     config = ps.Config(device="cpu", chunk_size=4096, device_memory=device_memory)
-    return Engine(Words, config, meter=NoMeter())
+    return Engine(words, config, meter=NoMeter())
 
 
 def test_an_embedding_that_has_to_move_is_looked_up_on_the_host():
@@ -54,7 +49,7 @@ def test_an_embedding_that_has_to_move_is_looked_up_on_the_host():
 
 
 def test_the_papers_entry_point_does_the_same():
-    engine, optimizer = initialize_engine(model_func=Words, config=ps.Config(device="cpu"))
+    engine, optimizer = initialize_engine(model_func=words, config=ps.Config(device="cpu"))
     assert isinstance(engine, ps.Engine)
     assert isinstance(optimizer, torch.optim.Optimizer)
     engine.close()
@@ -62,9 +57,9 @@ def test_the_papers_entry_point_does_the_same():
 
 def test_meta_parameters_without_weights_are_refused_by_name():
     with torch.device("meta"):
-        module = Words()
+        built = words()
     with pytest.raises(ModelError, match=r"words\.weight.*meta"):
-        ps.initialize(module, ps.Config(device="cpu"))
+        ps.initialize(built, ps.Config(device="cpu"))
 
 
 def test_backward_wants_a_scalar_that_depends_on_a_parameter():
