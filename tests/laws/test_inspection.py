@@ -1,4 +1,4 @@
-"""What an engine shows: snapshots of `engine.inspect()`, its work in the profiler, and its log."""
+"""An engine shows its state in snapshots of `engine.inspect()`, its work in the profiler, and tells of it in a log."""
 
 import json
 import logging
