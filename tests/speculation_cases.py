@@ -27,6 +27,13 @@ def build() -> nn.Module:
     return toys.layers(WIDTH, LAYERS, nn.GELU)
 
 
+def partly_frozen() -> nn.Module:
+    """Build such a model whose first parameter is frozen."""
+    model = build()
+    next(model.parameters()).requires_grad_(False)
+    return model
+
+
 def batch(seed: int) -> torch.Tensor:
     """Return a batch on the host."""
     return toys.inputs(1, width=WIDTH, rows=24, seed=seed)[0][0]

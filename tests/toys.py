@@ -69,6 +69,26 @@ class LanguageModel(nn.Module):
         return mean_square(self.head(hidden))
 
 
+class Made(nn.Module):
+    """Module with named parts, whose forward is a function of it and its inputs; `calls` counts them."""
+
+    def __init__(self, function: Callable[..., Any], parts: dict[str, Callable[[], Any]]) -> None:
+        super().__init__()
+        self.function, self.calls = function, 0
+        for name, build in parts.items():
+            setattr(self, name, build())
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the function returns."""
+        self.calls += 1
+        return self.function(self, *args, **kwargs)
+
+
+def module(function: Callable[..., Any], **parts: Callable[[], Any]) -> Callable[[], Made]:
+    """Return a function that builds such a module from functions that build its parts."""
+    return lambda: Made(function, parts)
+
+
 def batches(count: int, length: int = 5) -> list[tuple[torch.Tensor]]:
     """Return batches of token ids for language models, the same in each call."""
     generator = torch.Generator().manual_seed(7)

@@ -3,11 +3,11 @@
 import pytest
 import torch
 import torch.nn as nn
-from toys import mean_square
+from toys import mean_square, module
 
 from patrickstar import testing
 
-from .zoo import WIDTH, Stack, call_block, compare_steps, linear, mlp, module, normal, normal_batches, update
+from .zoo import WIDTH, Stack, call_block, compare_steps, linear, mlp, normal, normal_batches, trains, update
 
 
 @pytest.mark.parametrize("accumulation", [2, 3])
@@ -83,36 +83,29 @@ def test_unusual_steps(step, config, recomputing):
     compare_steps(lambda: Stack([mlp(), linear()], recomputing), config, step)
 
 
-def test_accumulation_changes_from_step_to_step(config):
-    def script(trainer, optimizer):
-        for step, micro_batches in enumerate([1, 3, 1, 2]):
-            for (x,) in normal_batches(micro_batches):
-                loss = mean_square(trainer(x + step))
-                trainer.backward(loss)
-                yield loss.detach()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    testing.compare(lambda: Stack([mlp()]), config, lambda *trainer: list(script(*trainer)))
+@trains(lambda: Stack([mlp()]))
+def test_accumulation_changes_from_step_to_step(trainer, optimizer):
+    for step, micro_batches in enumerate([1, 3, 1, 2]):
+        for (x,) in normal_batches(micro_batches):
+            loss = mean_square(trainer(x + step))
+            trainer.backward(loss)
+            yield loss.detach()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("kind", ["hook", "post-accumulate hook"])
-def test_hooks_of_the_user_on_a_parameter(kind, config):
+@trains(lambda: Stack([mlp(), linear()]))
+def test_hooks_of_the_user_on_a_parameter(trainer, optimizer, kind):
     """Hooks run once per backward, and the gradient that they return is used."""
-    calls = []
-
-    def script(trainer, optimizer):
-        calls.clear()
-        weight = trainer.module.head.weight
-        if kind == "hook":
-            weight.register_hook(lambda grad: calls.append(grad) or grad * 0.5)
-        else:
-            weight.register_post_accumulate_grad_hook(lambda param: calls.append(param))
-        losses = [update(trainer, optimizer, mean_square(trainer(x))) for (x,) in normal_batches()]
-        assert len(calls) == len(losses)
-        return losses
-
-    testing.compare(lambda: Stack([mlp(), linear()]), config, script)
+    calls, weight = [], trainer.module.head.weight
+    if kind == "hook":
+        weight.register_hook(lambda grad: calls.append(grad) or grad * 0.5)
+    else:
+        weight.register_post_accumulate_grad_hook(lambda param: calls.append(param))
+    for number, (x,) in enumerate(normal_batches(), start=1):
+        yield update(trainer, optimizer, mean_square(trainer(x)))
+        assert len(calls) == number
 
 
 @pytest.mark.parametrize("chosen", [[(0,), (1,), (0,)], [(0, 1), (), (1, 0)]], ids=["one each", "both, none, both"])

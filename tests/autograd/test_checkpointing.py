@@ -16,7 +16,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
     set_checkpoint_early_stop,
 )
-from toys import layers, mean_square
+from toys import layers, mean_square, module
 
 import patrickstar as ps
 from patrickstar import testing
@@ -29,11 +29,10 @@ from .zoo import (
     Stack,
     assert_blocks_exact,
     call_block,
-    compare_steps,
     linear,
-    module,
     normal,
     normal_batches,
+    trains,
     update,
     weight,
 )
@@ -104,12 +103,12 @@ def test_the_whole_model_recomputed(config):
 
 
 @pytest.mark.parametrize("early_stop", [True, False])
-def test_recompute_stopped_early_or_not(early_stop, config):
-    def step(trainer, optimizer, x):
+@trains(lambda: Stack([with_dropout(), with_dropout()], "non-reentrant"))
+def test_recompute_stopped_early_or_not(trainer, optimizer, early_stop):
+    for (x,) in normal_batches():
         with set_checkpoint_early_stop(early_stop):
-            return [update(trainer, optimizer, mean_square(trainer(x)))]
-
-    compare_steps(lambda: Stack([with_dropout(), with_dropout()], "non-reentrant"), config, step)
+            loss = update(trainer, optimizer, mean_square(trainer(x)))
+        yield loss
 
 
 def test_selective(config):
@@ -143,16 +142,11 @@ def test_frozen_block_recomputed(config, checkpointing):
     testing.assert_exact(build, normal_batches(), config)
 
 
-def test_checkpointing_switched_between_steps(config):
+@trains(lambda: Stack([with_dropout(), with_dropout()]))
+def test_checkpointing_switched_between_steps(trainer, optimizer):
     ways = ["off", "non-reentrant", "reentrant", "off"]
-
-    def script(trainer, optimizer):
-        losses = []
-        for (x,), trainer.module.checkpointing in zip(normal_batches(4), ways, strict=True):
-            losses.append(update(trainer, optimizer, mean_square(trainer(x))))
-        return losses
-
-    testing.compare(lambda: Stack([with_dropout(), with_dropout()]), config, script)
+    for (x,), trainer.module.checkpointing in zip(normal_batches(4), ways, strict=True):
+        yield update(trainer, optimizer, mean_square(trainer(x)))
 
 
 class OutOfMemoryAt(TorchDispatchMode):
@@ -169,26 +163,28 @@ class OutOfMemoryAt(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+SMALL = ps.Config(device="cpu", precision="fp32", device_memory="1MiB")
+
+
+def alike():
+    """Build layers whose saved tensors are all alike, for inputs of as many rows."""
+    return Stack([layers(WIDTH, 4)], "non-reentrant")
+
+
 @pytest.mark.parametrize("product", [1, 3, 4, 5, 6, 7], ids="product-{}".format)
 @pytest.mark.parametrize("early_stop", [True, False], ids=["stopped-early", "whole"])
-def test_an_operator_tried_again_is_saved_once(product, early_stop):
+@trains(alike, SMALL)
+def test_an_operator_tried_again_is_saved_once(trainer, optimizer, product, early_stop):
     """In the forward, or in the recomputation from the fifth product on: tensors would be taken for those before."""
-    config = ps.Config(device="cpu", precision="fp32", device_memory="1MiB")
-
-    def script(trainer, optimizer):
-        losses = []
-        for step in range(2):
-            fails = OutOfMemoryAt(product) if isinstance(trainer, Engine) else nullcontext()
-            with set_checkpoint_early_stop(early_stop), fails:
-                losses.append(mean_square(trainer(normal(WIDTH, WIDTH, seed=step))))
-                trainer.backward(losses[-1])
-            assert isinstance(fails, nullcontext) or fails.left <= 0
-            optimizer.step()
-            optimizer.zero_grad()
-        return losses
-
-    # Layers whose saved tensors are all alike, for inputs of as many rows.
-    testing.compare(lambda: Stack([layers(WIDTH, 4)], "non-reentrant"), config, script)
+    for step in range(2):
+        fails = OutOfMemoryAt(product) if isinstance(trainer, Engine) else nullcontext()
+        with set_checkpoint_early_stop(early_stop), fails:
+            loss = mean_square(trainer(normal(WIDTH, WIDTH, seed=step)))
+            trainer.backward(loss)
+        assert isinstance(fails, nullcontext) or fails.left <= 0
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss
 
 
 @pytest.mark.parametrize("unknown", ["variables", "lists"])
@@ -198,8 +194,7 @@ def test_an_operator_is_not_tried_again_under_a_checkpoint_of_an_unknown_version
     else:
         unwrapped = SimpleNamespace(unwrap=lambda hook: lambda value: hook(value))
         monkeypatch.setattr(out_of_memory, "inspect", unwrapped)
-    config = ps.Config(device="cpu", precision="fp32", device_memory="1MiB")
-    engine = Engine(lambda: Stack([layers(WIDTH, 4)], "non-reentrant"), config)
+    engine = Engine(alike, SMALL)
     with OutOfMemoryAt(3), pytest.raises(BudgetError, match="ran out of memory"):
         engine(normal(WIDTH, WIDTH))
     engine.close()

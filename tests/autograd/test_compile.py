@@ -8,7 +8,7 @@ import torch.nn as nn
 
 from patrickstar import testing
 
-from .zoo import WIDTH, Stack, linear, mlp, normal, normal_batches, small_chunks, train
+from .zoo import WIDTH, Stack, linear, mlp, normal, normal_batches, train, trains
 
 pytestmark = [
     # Dynamo reads .grad of every tensor that it traces, including activations.
@@ -67,29 +67,24 @@ def test_compiled_blocks(backend, model, way, config):
     testing.assert_exact(lambda: MODELS[model](partial(compiled, backend=backend, way=way)), normal_batches(), config)
 
 
-def test_compiled_blocks_in_eval_and_with_another_shape(way, config):
-    def script(trainer, optimizer):
-        seen = []
-        for step, length in enumerate([3, 5, 3]):
-            trainer.module.eval()
-            with torch.no_grad():
-                seen.append(trainer(normal(2, length, WIDTH)).clone())
-            trainer.module.train()
-            seen += train(trainer, steps=1, first=step)
-        return seen
-
-    testing.compare(lambda: Stack([compiled(Block(), "aot_eager", way) for _ in range(2)]), config, script)
+@trains(lambda way: Stack([compiled(Block(), "aot_eager", way) for _ in range(2)]))
+def test_compiled_blocks_in_eval_and_with_another_shape(trainer, optimizer):
+    for step, length in enumerate([3, 5, 3]):
+        trainer.module.eval()
+        with torch.no_grad():
+            output = trainer(normal(2, length, WIDTH)).clone()
+        yield output
+        trainer.module.train()
+        yield from train(trainer, steps=1, first=step)
 
 
-def test_a_block_compiled_after_initialize(way, precision):
-    def script(trainer, optimizer):
-        losses = train(trainer, steps=1)
-        blocks = trainer.module.blocks
-        for index in range(2):
-            blocks[index] = compiled(blocks[index], "aot_eager", way)
-        return losses + train(trainer, steps=2, first=1)
-
-    testing.compare(lambda: Stack([Block(), Block()]), small_chunks(precision), script)
+@trains(lambda: Stack([Block(), Block()]))
+def test_a_block_compiled_after_initialize(trainer, optimizer, way):
+    yield from train(trainer, steps=1)
+    blocks = trainer.module.blocks
+    for index in range(2):
+        blocks[index] = compiled(blocks[index], "aot_eager", way)
+    yield from train(trainer, steps=2, first=1)
 
 
 def test_blocks_compile_once(way, config):

@@ -5,7 +5,7 @@ from unittest import mock
 import pytest
 from probes import optimizer_step_of
 from torch import nn
-from toys import layers, mean_square, train
+from toys import Made, layers, mean_square, module, train
 
 from patrickstar import testing
 from patrickstar._engine.engine import Engine
@@ -13,7 +13,7 @@ from patrickstar._kernels.cpp_backend import CppBackend
 from patrickstar._step.host_updates import HostUpdates
 from patrickstar.errors import TrainingError
 
-from .zoo import WIDTH, Made, Stack, call_block, linear, mlp, module, normal, normal_batches, small_chunks, weight
+from .zoo import WIDTH, Stack, call_block, linear, mlp, normal, normal_batches, small_chunks, trains, weight
 
 
 def stack(checkpointing="off"):
@@ -37,14 +37,10 @@ twice = module(checkpoint_twice, shared=linear, own=linear)
 
 @pytest.mark.parametrize("stress", [True, False], ids=["everything evicted", "everything fits"])
 @pytest.mark.parametrize(("build", "accumulation"), [(stack, 1), (tied, 1), (stack, 3)])
-def test_the_same_bits(build, accumulation, stress, precision, checkpointing):
+def test_the_same_bits(build, accumulation, stress, config, checkpointing):
     data = normal_batches(4 * accumulation)
-    testing.compare(
-        lambda: build(checkpointing),
-        small_chunks(precision),
-        lambda trainer, _: train(trainer, data, accumulation=accumulation, update=True),
-        stress=stress,
-    )
+    script = lambda trainer, _: train(trainer, data, accumulation=accumulation, update=True)  # noqa: E731
+    testing.compare(lambda: build(checkpointing), config, script, stress=stress)
 
 
 @pytest.mark.skipif(CppBackend.find() is None, reason="without the C++ kernel nothing runs beside operators")
@@ -77,8 +73,8 @@ def updated_before_the_step(engine):
 
 
 @pytest.fixture
-def engine(precision):
-    with testing.stressed(stack, small_chunks(precision)) as engine:
+def engine(config):
+    with testing.stressed(stack, config) as engine:
         yield engine
 
 
@@ -190,18 +186,15 @@ def test_another_backward_before_the_step_is_rejected(raw, engine):
     assert {param.steps for param in engine.inspect().parameters} == {3}
 
 
-def test_a_gradient_of_an_earlier_backward_does_not_complete_a_chunk(precision):
+@trains(stack)
+def test_a_gradient_of_an_earlier_backward_does_not_complete_a_chunk(trainer, optimizer):
     """Two losses of one forward: when the second backward starts, all gradients of the first are complete."""
-
-    def script(trainer, optimizer):
-        for step in range(4):
-            out = trainer(normal(2, WIDTH, seed=step))
-            trainer.backward(mean_square(out), retain_graph=True)
-            trainer.backward(out.float().abs().mean(), update=True)
-            optimizer.step()
-        return []
-
-    testing.compare(stack, small_chunks(precision), script)
+    for step in range(4):
+        out = trainer(normal(2, WIDTH, seed=step))
+        trainer.backward(mean_square(out), retain_graph=True)
+        trainer.backward(out.float().abs().mean(), update=True)
+        optimizer.step()
+        yield out.detach().clone()
 
 
 def test_a_resumed_engine_observes_a_step_first():

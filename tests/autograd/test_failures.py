@@ -6,12 +6,12 @@ import pytest
 import torch
 import torch.nn as nn
 from pydantic import Field
-from toys import mean_square
+from toys import mean_square, module
 
 import patrickstar as ps
 from patrickstar import testing
 
-from .zoo import WIDTH, Stack, linear, mlp, module, normal, normal_batches, small_chunks, train, update
+from .zoo import WIDTH, Stack, linear, mlp, normal, normal_batches, small_chunks, train, trains, update
 
 
 class Trip(RuntimeError):
@@ -55,20 +55,15 @@ class BackwardTripwire(nn.Module):
 
 @pytest.mark.parametrize("error", [Trip, KeyboardInterrupt], ids=lambda error: error.__name__)
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-def test_exception_in_forward(error, training, config, checkpointing):
+@trains(lambda error, checkpointing: Stack([mlp(), Tripwire(error), mlp()], checkpointing))
+def test_exception_in_forward(trainer, optimizer, error, training):
     """In the middle of the very first one, and in later ones."""
-
-    def script(trainer, optimizer):
-        losses = []
-        for step in range(3):
-            trainer.module.train(training)
-            with torch.set_grad_enabled(training):
-                trip_forward(trainer, 1, error)
-            trainer.module.train()
-            losses += train(trainer, steps=1, first=step)
-        return losses
-
-    testing.compare(lambda: Stack([mlp(), Tripwire(error), mlp()], checkpointing), config, script)
+    for step in range(3):
+        trainer.module.train(training)
+        with torch.set_grad_enabled(training):
+            trip_forward(trainer, 1, error)
+        trainer.module.train()
+        yield from train(trainer, steps=1, first=step)
 
 
 def trip_forward(trainer, block, error):
@@ -115,20 +110,14 @@ def test_exception_in_a_recomputed_forward(way, config):
     assert_failure_leaves_no_trace(lambda: Stack([mlp(), Tripwire(), mlp()], way), config)
 
 
-def test_exception_between_micro_batches_keeps_earlier_gradients(config):
+@trains(lambda: Stack([mlp(), Tripwire(), mlp()]))
+def test_exception_between_micro_batches_keeps_earlier_gradients(trainer, optimizer):
     """The first micro-batch's gradients survive an exception in the second one's forward."""
-
-    def script(trainer, optimizer):
-        losses = train(trainer, steps=1)
-        first, second = normal_batches(2)
-        trainer.backward(mean_square(trainer(*first)))
-        trainer.module.blocks[1].armed = True
-        with pytest.raises(Trip, match="armed"):
-            trainer(*second)
-        losses.append(update(trainer, optimizer, mean_square(trainer(*second))))
-        return losses + train(trainer, steps=1)
-
-    testing.compare(lambda: Stack([mlp(), Tripwire(), mlp()]), config, script)
+    yield from train(trainer, steps=1)
+    trainer.backward(mean_square(trainer(*normal_batches(1)[0])))
+    trip_forward(trainer, 1, Trip)
+    yield update(trainer, optimizer, mean_square(trainer(*normal_batches(2)[1])))
+    yield from train(trainer, steps=1)
 
 
 def test_an_exception_that_the_model_catches(config, checkpointing):
@@ -145,16 +134,12 @@ def test_an_exception_that_the_model_catches(config, checkpointing):
     testing.assert_exact(lambda: Stack([recovering(), mlp()], checkpointing), normal_batches(), config)
 
 
-def test_wrong_input_shape_then_training(config):
-    def script(trainer, optimizer):
-        losses = []
-        for step in range(2):
-            with pytest.raises(RuntimeError):
-                trainer(normal(2, 3, WIDTH + 1))
-            losses += train(trainer, steps=1, first=step)
-        return losses
-
-    testing.compare(lambda: Stack([mlp()]), config, script)
+@trains(lambda: Stack([mlp()]))
+def test_wrong_input_shape_then_training(trainer, optimizer):
+    for step in range(2):
+        with pytest.raises(RuntimeError):
+            trainer(normal(2, 3, WIDTH + 1))
+        yield from train(trainer, steps=1, first=step)
 
 
 # A failed update: the chunks contain parameters, never gradients in their place

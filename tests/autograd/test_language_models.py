@@ -6,7 +6,7 @@ import transformers
 
 from patrickstar import testing
 
-from .zoo import small_chunks, tokens, update
+from .zoo import small_chunks, tokens, trains, update
 
 # Every version of the library knows this name; the newest one deprecates it.
 pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
@@ -66,12 +66,8 @@ def generate(trainer):
     return generated
 
 
-def test_training(name, config, recomputing):
-    testing.assert_exact(lambda: build(name, recomputing), batches(), config)
-
-
-def test_another_length_at_each_step(name, config):
-    testing.assert_exact(lambda: build(name), batches([8, 3, 12]), config)
+def test_training_with_several_lengths(name, config, recomputing):
+    testing.assert_exact(lambda: build(name, recomputing), batches([8, 8, 3, 12]), config)
 
 
 @pytest.mark.parametrize("name", WITHOUT_CASTS)
@@ -80,43 +76,31 @@ def test_accumulation_and_clipping(name, config):
 
 
 @pytest.mark.parametrize("name", WITHOUT_CASTS)
-def test_generating_at_any_time(name, config):
+@trains(build)
+def test_generating_at_any_time(trainer, optimizer):
     """Generate before the first step, between backward and step, and between steps."""
-
-    def script(trainer, optimizer):
-        seen = [generate(trainer)]
-        for batch in batches():
-            loss = trainer(**batch).loss
-            trainer.backward(loss)
-            seen += [loss.detach(), generate(trainer)]
-            optimizer.step()
-            optimizer.zero_grad()
-            seen.append(generate(trainer))
-        return seen
-
-    testing.compare(lambda: build(name), config, script)
+    yield generate(trainer)
+    for batch in batches():
+        loss = trainer(**batch).loss
+        trainer.backward(loss)
+        yield from (loss.detach(), generate(trainer))
+        optimizer.step()
+        optimizer.zero_grad()
+        yield generate(trainer)
 
 
-def test_evaluation_without_grad_between_steps(name, config):
-    def script(trainer, optimizer):
-        seen = []
-        for batch in batches():
-            with torch.no_grad():
-                seen.append(trainer(**batch).logits.clone())
-            update(trainer, optimizer, trainer(**batch).loss)
-        return seen
-
-    testing.compare(lambda: build(name), config, script)
+@trains(build)
+def test_evaluation_without_grad_between_steps(trainer, optimizer):
+    for batch in batches():
+        with torch.no_grad():
+            logits = trainer(**batch).logits.clone()
+        yield logits
+        update(trainer, optimizer, trainer(**batch).loss)
 
 
-def test_inputs_given_as_embeddings(config):
+@trains(lambda: build("gpt2"))
+def test_inputs_given_as_embeddings(trainer, optimizer):
     """Prompt tuning: the user reads the embedding's weight and passes vectors to the model."""
-
-    def script(trainer, optimizer):
-        losses = []
-        for batch in batches():
-            vectors = trainer.module.get_input_embeddings()(batch["input_ids"])
-            losses.append(update(trainer, optimizer, trainer(inputs_embeds=vectors, labels=batch["labels"]).loss))
-        return losses
-
-    testing.compare(lambda: build("gpt2"), config, script)
+    for batch in batches():
+        vectors = trainer.module.get_input_embeddings()(batch["input_ids"])
+        yield update(trainer, optimizer, trainer(inputs_embeds=vectors, labels=batch["labels"]).loss)

@@ -7,13 +7,13 @@ import pytest
 import torch
 import torch.nn as nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
-from toys import mean_square
+from toys import mean_square, module
 
 import patrickstar as ps
 from patrickstar import testing
 from patrickstar._engine.engine import Engine
 
-from .zoo import WIDTH, Stack, assert_blocks_exact, linear, module, normal, normal_batches, tokens, train, update
+from .zoo import WIDTH, Stack, assert_blocks_exact, linear, normal, normal_batches, tokens, train, trains, update
 
 
 def recurrent(*args, layer=nn.LSTM, **options):
@@ -85,23 +85,16 @@ def test_layer(layer, config, recomputing):
 
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("without_grad", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
-def test_layer_in_eval_between_steps(layer, without_grad, config):
+@trains(lambda layer: Stack([LAYERS[layer]()]))
+def test_layer_in_eval_between_steps(trainer, optimizer, without_grad):
     """In eval mode the encoder takes a fused path that reads all weights in one native call."""
-
-    def evaluate(trainer):
+    for step in range(3):
         trainer.module.eval()
         with without_grad():
             outputs = [trainer(*batch).clone() for batch in normal_batches(2)]
+        yield from (torch.tensor(output.tolist()) for output in outputs)
         trainer.module.train()
-        return [torch.tensor(output.tolist()) for output in outputs]
-
-    def script(trainer, optimizer):
-        seen = evaluate(trainer)
-        for step in range(2):
-            seen += train(trainer, steps=1, first=step) + evaluate(trainer)
-        return seen
-
-    testing.compare(lambda: Stack([LAYERS[layer]()]), config, script)
+        yield from train(trainer, steps=1, first=step) if step < 2 else ()
 
 
 def embed(m, ids):
@@ -138,18 +131,15 @@ def test_recurrent_cell_unrolled(cell, config):
     testing.assert_exact(module(forward, cell=lambda: cell(WIDTH, WIDTH), head=linear), normal_batches(), config)
 
 
-def test_hidden_state_carried_from_step_to_step(config):
+@trains(lambda: nn.LSTM(WIDTH, WIDTH, batch_first=True))
+def test_hidden_state_carried_from_step_to_step(trainer, optimizer):
     """Truncated back-propagation through time."""
-
-    def script(trainer, optimizer):
-        losses, state = [], None
-        for (x,) in normal_batches():
-            output, state = trainer(x, state)
-            state = tuple(each.detach() for each in state)
-            losses.append(update(trainer, optimizer, mean_square(output)))
-        return [*losses, *state]
-
-    testing.compare(lambda: nn.LSTM(WIDTH, WIDTH, batch_first=True), config, script)
+    state = None
+    for (x,) in normal_batches():
+        output, state = trainer(x, state)
+        state = tuple(each.detach() for each in state)
+        yield update(trainer, optimizer, mean_square(output))
+    yield from state
 
 
 def test_copies_of_attention_layers_call_their_own_forward():

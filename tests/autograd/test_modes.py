@@ -3,11 +3,11 @@
 import pytest
 import torch
 import torch.nn as nn
-from toys import mean_square
+from toys import mean_square, module
 
 from patrickstar import testing
 
-from .zoo import WIDTH, Stack, linear, mlp, module, normal, normal_batches, train
+from .zoo import WIDTH, Stack, linear, mlp, normal, normal_batches, train, trains
 
 
 @pytest.fixture(params=[torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
@@ -35,43 +35,32 @@ def evaluate(trainer, without_grad):
     return torch.tensor(output.tolist())
 
 
-def test_eval_before_the_first_step_and_between_steps(without_grad, config, checkpointing):
-    def script(trainer, optimizer):
-        seen = [evaluate(trainer, without_grad)]
-        for step in range(3):
-            seen += train(trainer, steps=1, first=step)
-            seen += [evaluate(trainer, without_grad), evaluate(trainer, without_grad)]
-        return seen
-
-    testing.compare(lambda: build(checkpointing), config, script)
+@trains(lambda checkpointing: build(checkpointing))
+def test_eval_before_the_first_step_and_between_steps(trainer, optimizer, without_grad):
+    yield evaluate(trainer, without_grad)
+    for step in range(3):
+        yield from train(trainer, steps=1, first=step)
+        yield from (evaluate(trainer, without_grad), evaluate(trainer, without_grad))
 
 
-def test_eval_at_any_time(without_grad, config, checkpointing):
+@trains(lambda checkpointing: build(checkpointing))
+def test_eval_at_any_time(trainer, optimizer, without_grad):
     """Between forward, backward and step: gradients are stored in place of the weights that evaluation needs."""
-
-    def script(trainer, optimizer):
-        seen = []
-        for step in range(3):
-            for (x,) in normal_batches(1 + step % 2):
-                loss = mean_square(trainer(x + step))
-                seen.append(evaluate(trainer, without_grad))
-                trainer.backward(loss)
-                seen += [loss.detach(), evaluate(trainer, without_grad)]
-            optimizer.step()
-            optimizer.zero_grad()
-        return seen
-
-    testing.compare(lambda: build(checkpointing), config, script)
+    for step in range(3):
+        for (x,) in normal_batches(1 + step % 2):
+            loss = mean_square(trainer(x + step))
+            yield evaluate(trainer, without_grad)
+            trainer.backward(loss)
+            yield from (loss.detach(), evaluate(trainer, without_grad))
+        optimizer.step()
+        optimizer.zero_grad()
 
 
-def test_forward_with_grad_in_eval_mode(config):
+@trains(build)
+def test_forward_with_grad_in_eval_mode(trainer, optimizer):
     """Fine-tuning with dropout off."""
-
-    def script(trainer, optimizer):
-        trainer.module.eval()
-        return train(trainer)
-
-    testing.compare(build, config, script)
+    trainer.module.eval()
+    return train(trainer)
 
 
 def test_no_grad_inside_forward(config):

@@ -9,13 +9,13 @@ import torch.nn as nn
 from torch.func import functional_call, grad, hessian, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 from torch.utils.cpp_extension import load_inline
-from toys import layers, mean_square
+from toys import layers, mean_square, module
 
 import patrickstar as ps
 from patrickstar import testing
 from patrickstar.errors import ModelError
 
-from .zoo import WIDTH, compare_steps, linear, module, normal, normal_batches, small_chunks, train, update
+from .zoo import WIDTH, compare_steps, linear, normal, normal_batches, small_chunks, train, update
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),

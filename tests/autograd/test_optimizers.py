@@ -7,14 +7,14 @@ import pytest
 import torch
 import torch.nn as nn
 from torch.optim import lr_scheduler
-from toys import mean_square
+from toys import mean_square, module
 
 import patrickstar as ps
 from patrickstar import testing
 from patrickstar.errors import ModelError, PatrickStarError
 
 from .optimizer_cases import OPTIMIZERS, SOME, SignSGD, Torch, build, plain_sgd, plain_steps
-from .zoo import WIDTH, linear, module, normal, normal_batches, small_chunks, through_a_file, train
+from .zoo import WIDTH, linear, normal, normal_batches, small_chunks, through_a_file, train, trains
 
 
 @pytest.fixture(params=["bf16", "fp16", "fp32"])
@@ -83,8 +83,7 @@ GROUPED = {
 def test_param_groups(name, precision):
     def script(trainer, optimizer):
         losses = train(trainer, steps=2)
-        optimizer.param_groups[0]["lr"] = 0.5
-        optimizer.param_groups[1]["weight_decay"] = 0.2
+        optimizer.param_groups[0]["lr"], optimizer.param_groups[1]["weight_decay"] = 0.5, 0.2
         losses += train(trainer, steps=2, first=2)
         optimizer.param_groups[0]["lr"] = 0.0
         return losses + train(trainer, steps=1, first=4)
@@ -99,36 +98,26 @@ def test_learning_rate_schedules_of_param_groups(scheduler, name, precision):
     testing.assert_exact(build, normal_batches(4), config, scheduler=SCHEDULERS[scheduler])
 
 
-class Branches(nn.Module):
-    """Parameters that get gradients only in some steps, so that their update counts differ."""
-
-    def __init__(self):
-        super().__init__()
-        self.always, self.sometimes, self.never = linear(), linear(), linear()
-        self.last = True
-
-    def forward(self, x):
-        self.last = not self.last
-        x = self.always(x)
-        return self.sometimes(x) if self.last else x
+def sometimes(m, x):
+    return m.sometimes(m.always(x)) if m.calls % 2 == 0 else m.always(x)
 
 
 def test_parameters_with_gradients_in_some_steps_only(config):
-    testing.assert_exact(Branches, normal_batches(5), config)
+    """Their update counts differ."""
+    testing.assert_exact(module(sometimes, always=linear, sometimes=linear, never=linear), normal_batches(5), config)
 
 
-def test_a_parameter_that_is_unfrozen_later(config):
-    def frozen():
-        model = build()
-        model.stem.requires_grad_(False)
-        return model
+def stem_frozen():
+    model = build()
+    model.stem.requires_grad_(False)
+    return model
 
-    def script(trainer, optimizer):
-        losses = train(trainer, steps=2)
-        trainer.module.stem.requires_grad_(True)
-        return losses + train(trainer, steps=3, first=2)
 
-    testing.compare(frozen, config, script)
+@trains(stem_frozen)
+def test_a_parameter_that_is_unfrozen_later(trainer, optimizer):
+    yield from train(trainer, steps=2)
+    trainer.module.stem.requires_grad_(True)
+    yield from train(trainer, steps=3, first=2)
 
 
 def test_dense_strides_of_any_order(config):

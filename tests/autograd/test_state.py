@@ -13,7 +13,7 @@ import patrickstar as ps
 from patrickstar import testing
 from patrickstar.errors import ModelError
 
-from .zoo import WIDTH, Stack, linear, mlp, normal, normal_batches, through_a_file, train
+from .zoo import WIDTH, Stack, linear, mlp, normal, normal_batches, through_a_file, train, trains
 
 
 def build():
@@ -21,37 +21,31 @@ def build():
 
 
 @pytest.mark.parametrize("when", ["after forward", "after backward"])
-def test_loading_in_the_middle_of_a_step(when, config):
-    def script(trainer, optimizer):
-        losses = train(trainer, steps=1)
-        state = {name: value.clone() for name, value in trainer.state_dict().items()}
-        losses += train(trainer, steps=1, first=1)
-        loss = mean_square(trainer(normal(2, 3, WIDTH)))
-        if when == "after backward":
-            trainer.backward(loss)
-            optimizer.zero_grad()
-        trainer.load_state_dict(state)
-        return losses + train(trainer, steps=2)
-
-    testing.compare(build, config, script)
+@trains(build)
+def test_loading_in_the_middle_of_a_step(trainer, optimizer, when):
+    yield from train(trainer, steps=1)
+    state = {name: value.clone() for name, value in trainer.state_dict().items()}
+    yield from train(trainer, steps=1, first=1)
+    loss = mean_square(trainer(normal(2, 3, WIDTH)))
+    if when == "after backward":
+        trainer.backward(loss)
+        optimizer.zero_grad()
+    trainer.load_state_dict(state)
+    yield from train(trainer, steps=2)
 
 
 @pytest.mark.parametrize("when", ["after forward", "after backward"])
-def test_saving_in_the_middle_of_a_step(when, config):
-    def script(trainer, optimizer):
-        seen = []
-        for (x,) in normal_batches():
-            loss = mean_square(trainer(x))
-            if when == "after forward":
-                seen += [value.clone() for value in trainer.state_dict().values()]
-            trainer.backward(loss)
-            if when == "after backward":
-                seen += [value.clone() for value in trainer.state_dict().values()]
-            optimizer.step()
-            optimizer.zero_grad()
-        return seen
-
-    testing.compare(build, config, script)
+@trains(build)
+def test_saving_in_the_middle_of_a_step(trainer, optimizer, when):
+    for (x,) in normal_batches():
+        loss = mean_square(trainer(x))
+        if when == "after forward":
+            yield from [value.clone() for value in trainer.state_dict().values()]
+        trainer.backward(loss)
+        if when == "after backward":
+            yield from [value.clone() for value in trainer.state_dict().values()]
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def test_one_saved_parameter_takes_only_its_own_bytes(config):
@@ -82,15 +76,11 @@ READERS = {
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_reading_weights_between_steps(reader, config):
-    def script(trainer, optimizer):
-        seen = []
-        for step in range(2):
-            seen += train(trainer, steps=1, first=step)
-            seen += [READERS[reader](p) for p in trainer.module.parameters()]
-        return seen
-
-    testing.compare(build, config, script)
+@trains(build)
+def test_reading_weights_between_steps(trainer, optimizer, reader):
+    for step in range(2):
+        yield from train(trainer, steps=1, first=step)
+        yield from [READERS[reader](p) for p in trainer.module.parameters()]
 
 
 def test_printing_a_weight_shows_its_values(config):

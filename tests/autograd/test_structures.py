@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 import torch
 import torch.nn as nn
-from toys import mean_square
+from toys import mean_square, module
 from transformers.utils import ModelOutput
 
 from patrickstar import testing
@@ -15,12 +15,11 @@ from .zoo import (
     WIDTH,
     Stack,
     assert_blocks_exact,
-    compare_steps,
     linear,
-    module,
     normal,
     normal_batches,
     small_chunks,
+    trains,
     update,
 )
 
@@ -168,27 +167,29 @@ def test_keyword_only_inputs_of_the_model(config):
 
 
 @pytest.mark.parametrize("model", [linear, lambda: Stack([linear()])], ids=["one layer", "stack"])
-def test_gradient_of_an_input(model, config):
-    def step(trainer, optimizer, x):
+@trains(lambda model: model())
+def test_gradient_of_an_input(trainer, optimizer):
+    for (x,) in normal_batches():
         x.requires_grad_()
-        return update(trainer, optimizer, mean_square(trainer(x))), x.grad
+        yield update(trainer, optimizer, mean_square(trainer(x)))
+        yield x.grad
 
-    compare_steps(model, config, step)
+
+def two_layers():
+    return Stack([linear(), linear()])
 
 
-def test_saved_tensor_hooks_of_the_user(config):
-    def step(trainer, optimizer, x):
+@trains(two_layers)
+def test_saved_tensor_hooks_of_the_user(trainer, optimizer):
+    for (x,) in normal_batches():
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
             loss = mean_square(trainer(x))
-        return [update(trainer, optimizer, loss)]
-
-    compare_steps(lambda: Stack([linear(), linear()]), config, step)
+        yield update(trainer, optimizer, loss)
 
 
-def test_autocast_around_forward():
-    def step(trainer, optimizer, x):
+@trains(two_layers, small_chunks("fp32"))
+def test_autocast_around_forward(trainer, optimizer):
+    for (x,) in normal_batches():
         with torch.autocast("cpu", torch.bfloat16):
             output = trainer(x)
-        return [update(trainer, optimizer, mean_square(output))]
-
-    compare_steps(lambda: Stack([linear(), linear()]), small_chunks("fp32"), step)
+        yield update(trainer, optimizer, mean_square(output))

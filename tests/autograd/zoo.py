@@ -1,5 +1,7 @@
 """Building blocks and inputs for the models of the zoo."""
 
+import functools
+import inspect
 import io
 
 import torch
@@ -50,6 +52,32 @@ def train(trainer, steps=3, first=0):
     return toys.train(trainer, normal_batches(first + steps)[first:])
 
 
+def trains(build, config=None, **options):
+    """Make a test of a training loop: the tensors that it yields, and all states, are those of plain PyTorch.
+
+    Parameters of `build`, and those of the loop behind trainer and optimizer, are fixtures; so is `config` by default.
+    """
+
+    def decorate(loop):
+        of_build = [name for name, each in inspect.signature(build).parameters.items() if each.default is each.empty]
+        of_loop = list(inspect.signature(loop).parameters)[2:]
+
+        @functools.wraps(loop)
+        def test(**fixtures):
+            model_func = functools.partial(build, **{name: fixtures[name] for name in of_build})
+            more = {name: fixtures[name] for name in of_loop}
+            script = lambda *trainer: list(loop(*trainer, **more))  # noqa: E731
+            testing.compare(model_func, config or fixtures["config"], script, **options)
+
+        names = dict.fromkeys([*of_build, *of_loop, *([] if config else ["config"])])
+        test.__signature__ = inspect.Signature(
+            [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
+        )
+        return test
+
+    return decorate
+
+
 def compare_steps(build, config, step, count=3):
     """Compare training in which a step returns tensors, or yields them: `step(trainer, optimizer, x)`."""
 
@@ -82,24 +110,6 @@ def call_block(block, x, checkpointing):
     if checkpointing == "off":
         return block(x)
     return checkpoint(block, x, use_reentrant=checkpointing == "reentrant")
-
-
-class Made(nn.Module):
-    """Module with named parts, whose forward is a function of it and its inputs."""
-
-    def __init__(self, function, parts):
-        super().__init__()
-        self.function = function
-        for name, build in parts.items():
-            setattr(self, name, build())
-
-    def forward(self, *args, **kwargs):
-        return self.function(self, *args, **kwargs)
-
-
-def module(function, **parts):
-    """Return a function that builds such a module from functions that build its parts."""
-    return lambda: Made(function, parts)
 
 
 class Stack(nn.Module):

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling import draws
 from torch import nn
-from toys import Shape, batches, inputs, layers, mean_square, train
+from toys import Shape, batches, inputs, layers, mean_square, module, train
 from transformers import GPT2LMHeadModel
 
 from patrickstar._engine.engine import Engine
@@ -79,23 +79,21 @@ def test_accumulation_costs_one_gradient_list(accumulation):
 WIDTH = 33
 
 
-class OddSizes(nn.Module):
-    """Model whose parameters mostly have sizes without common factors."""
+def read_all(m, ids):
+    hidden = m.words(ids) * m.scale
+    for layer in m.layers:
+        hidden = layer(hidden).tanh()
+    return mean_square(m.head(m.norm(hidden)))
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(11, WIDTH)
-        self.scale = nn.Parameter(torch.ones(1))
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.norm = nn.LayerNorm(WIDTH).requires_grad_(False)
-        self.head = nn.Linear(WIDTH, 7)
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the mean square of the head's output."""
-        hidden = self.words(ids) * self.scale
-        for layer in self.layers:
-            hidden = layer(hidden).tanh()
-        return mean_square(self.head(self.norm(hidden)))
+odd_sizes = module(  # mostly without common factors
+    read_all,
+    words=lambda: nn.Embedding(11, WIDTH),
+    scale=lambda: nn.Parameter(torch.ones(1)),
+    layers=partial(layers, WIDTH, 3),
+    norm=lambda: nn.LayerNorm(WIDTH).requires_grad_(False),
+    head=lambda: nn.Linear(WIDTH, 7),
+)
 
 
 @pytest.mark.parametrize("chunk_size", [256, 1000, 4096, "auto"])
@@ -103,7 +101,7 @@ class OddSizes(nn.Module):
 @pytest.mark.parametrize("room", ["all on the device", "all evicted"])
 def test_every_parameter_begins_at_a_multiple_of_256_bytes(precision, chunk_size, room):
     options = config(precision, chunk_size, device_memory=1 << 24, host_memory=1 << 24)
-    engine = Engine(OddSizes, options, meter=NoMeter(), evict_everything=room == "all evicted")
+    engine = Engine(odd_sizes, options, meter=NoMeter(), evict_everything=room == "all evicted")
     checked = set()
     for step in range(3):
         loss = engine(torch.full((2, 3), step))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
-from sampling import draws
+from sampling import draws, nightly
 from torch.optim.lr_scheduler import LambdaLR
 from toys import batches
 
@@ -157,7 +157,7 @@ def check_resume(checkpoint, first, second, steps, how="wait", **loop):
     gc.collect()
 
 
-@settings(max_examples=draws(12), deadline=None, print_blob=True)
+@settings(max_examples=12 if nightly() else 2, deadline=None, print_blob=True)
 @given(
     shape=tiers.wide_shapes,
     precision=precisions,

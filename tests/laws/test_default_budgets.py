@@ -1,25 +1,29 @@
-"""Law: budgets that the user leaves open leave memory free, and never stand in the way of one that is raised."""
+"""Law: open budgets leave memory free and block no other; budgets that the check before training accepts suffice."""
 
 import random
 import re
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from probes import set_ram
-from sampling import nightly
+from sampling import draws, nightly
+from test_feasibility import budgets, refusal, shares
 from torch import nn
 from toys import mean_square, train
 
 import patrickstar as ps
 from patrickstar._engine.engine import Engine
+from patrickstar._layout.chunk_mapping import ParamSpec, build_layout
+from patrickstar._layout.schema import schema_for
 from patrickstar._memory.ram import Ram, RamLimit
 from patrickstar.errors import BudgetError
+from patrickstar.testing import NoMeter
 
 DRAWS_PER_TEST = 10
 MOST_TRIES = 100
@@ -123,7 +127,7 @@ def settings_of(message: str, draw: Draw, directory: Path) -> dict[str, dict[str
 @pytest.mark.parametrize("first", range(0, 200 if nightly() else 10, DRAWS_PER_TEST))
 def test_every_setting_that_a_refusal_names_suffices_beside_open_budgets(first, monkeypatch, tmp_path, one_thread):
     number, seed = 0, first * MOST_TRIES
-    while number < DRAWS_PER_TEST:
+    while number < draws(DRAWS_PER_TEST):
         draw, seed = Draw.of(seed), seed + 1
         set_ram(monkeypatch, draw.available_bytes, draw.total_bytes)
         if not (message := draw.train(advised=True)):
@@ -137,3 +141,29 @@ def test_every_setting_that_a_refusal_names_suffices_beside_open_budgets(first, 
             for share in (0.25, 0.5, 0.75, 1):
                 nbytes = draw.device_bytes + int(share * (draw.available_bytes - draw.device_bytes))
                 assert draw.train(device_memory=nbytes), f"seed {seed - 1}: {nbytes} suffice: {message}"
+
+
+def chained(widths: list[int]) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(inputs, outputs, bias=False) for inputs, outputs in pairwise(widths)))
+
+
+def as_case(widths: list[int]):
+    schema = schema_for("bfloat16", trained=True)
+    params = [ParamSpec(f"p{i}", one * other, schema) for i, (one, other) in enumerate(pairwise(widths))]
+    return build_layout(params, 1), [{param.name} for param in params]
+
+
+def train_two_steps(widths: list[int], device_bytes: int, host_bytes: int) -> None:
+    """Train a chain of layers, each in its own chunk."""
+    config = ps.Config(device="cpu", device_memory=device_bytes, host_memory=max(1, host_bytes), chunk_size=2)
+    with Engine(chained(widths), config, meter=NoMeter()) as engine:
+        train(engine, [(torch.ones(1, widths[0]),)] * 2)
+
+
+@settings(derandomize=True, deadline=None, max_examples=draws(50))
+@given(st.lists(st.integers(1, 32), min_size=2, max_size=7), shares, shares)
+def test_any_budgets_that_pass_the_check_can_be_trained_with(widths, device_share, host_share):
+    case = as_case(widths)
+    device, host = budgets(case, device_share, host_share)
+    if refusal(case, device, host) is None:
+        train_two_steps(widths, device, host)

@@ -96,7 +96,7 @@ def test_training_and_checkpoints_have_the_same_bits(mode, precision, optimizer,
         memory = {"device_memory": 3000, "host_memory": 80_000, "disk": ps.Disk(tmp_path)}
         loop["page_bytes"], shape = 4096, dataclasses.replace(SHAPE, blocks=("mlp",) * 8)
     options = ps.Config(device="cpu", precision=precision, chunk_size=1024, optimizer=OPTIMIZERS[optimizer], **memory)
-    data, found = batches(2, length=200), []
+    data, found = batches(2, length=60), []
     for number, run_mode in enumerate((contextlib.nullcontext, mode)):
         torch.manual_seed(0)
         folder = tmp_path / str(number)

@@ -36,10 +36,13 @@ torch.set_num_threads(1)
 from laws.tiers import *
 from toys import train
 for line in sys.stdin:
-    folder = line.strip()
+    kind, folder = line.split()
     if (pid := os.fork()) == 0:
         for descriptor, name in ((1, "out"), (2, "err")):
             os.dup2(os.open(f"{folder}.{name}", os.O_CREAT | os.O_WRONLY), descriptor)
+        if kind == "run":
+            exec(Path(folder).read_text())
+            sys.exit()
         config = on_disk(blocks, options(), folder, inputs(1)[0], Room(host_bytes=20000))
         engine = small_engine(blocks, config)
         while True:
@@ -48,7 +51,19 @@ for line in sys.stdin:
     print(pid, flush=True)
     print(*os.wait(), flush=True)
 """
-"""For each folder that it reads, starts a process that trains, and prints its number and then how it has ended."""
+"""For each line starts a process that trains, or runs a file, and prints its number and then how it has ended."""
+FORKS = """
+import patrickstar as ps
+model = torch.nn.Sequential(torch.nn.Linear(6, 40), torch.nn.Linear(40, 3))
+options = {"device": "cpu", "precision": "fp32", "chunk_size": 256, "activation_offload": True}
+engine, optimizer = ps.initialize(model, ps.Config(**options))
+train(engine, [(torch.ones(2, 6),)])
+child = os.fork()
+if child == 0:
+    sys.exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+train(engine, [(torch.ones(2, 6),)])
+"""
 
 
 @contextmanager
@@ -137,30 +152,50 @@ def test_ctrl_c_during_training(tmp_path, monkeypatch, slow_disk, follow_up):
     check_interrupts(tmp_path, [*range(8), *range(100, 160)] if nightly() else range(2), follow_up)
 
 
-def test_processes_end_on_a_signal(tmp_path):
-    """A signal ends the process, and leaves no file."""
+@pytest.fixture(scope="module")
+def starter():
+    """Return a function that starts a process; it returns its number, and another that returns how it has ended."""
     command = [sys.executable, "-W", "ignore", "-c", PROGRAM]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
+
+    def ended():
+        pid, status = map(int, program.stdout.readline().split())
+        return pid, os.waitstatus_to_exitcode(status)
+
+    def start(kind, path):
+        program.stdin.write(f"{kind} {path}\n")
+        return int(program.stdout.readline()), ended
+
     with subprocess.Popen(command, cwd=Path(__file__).parents[1], **pipes) as program:
-        for sent in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
-            (folder := tmp_path / sent.name).mkdir()
-            out, err = folder.with_suffix(".out"), folder.with_suffix(".err")
-            program.stdin.write(f"{folder}\n")
-            pid = int(program.stdout.readline())
-            try:
-                while not out.exists() or "trained" not in out.read_text():
-                    assert Path(f"/proc/{pid}/fd").exists(), err.read_text()
-                    time.sleep(0.01)
-                assert not list(folder.iterdir())
-                names = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
-                assert any(f"{folder}/" in name for name in names), "the swap file is not open without a name"
-            finally:
-                os.kill(pid, sent)
-            ended, status = map(int, program.stdout.readline().split())
-            assert (ended, os.waitstatus_to_exitcode(status)) == (pid, -sent)
-            assert ("KeyboardInterrupt" in err.read_text()) == (sent is signal.SIGINT)
-            assert "Fatal" not in err.read_text() and "terminate called" not in err.read_text(), err.read_text()
-            assert not list(folder.iterdir())
+        yield start
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda sent: sent.name)
+def test_processes_end_on_a_signal(sent, starter, tmp_path):
+    """A signal ends the process, and leaves no file."""
+    (folder := tmp_path / "swap").mkdir()
+    out, err = folder.with_suffix(".out"), folder.with_suffix(".err")
+    pid, ended = starter("train", folder)
+    try:
+        while not out.exists() or "trained" not in out.read_text():
+            assert Path(f"/proc/{pid}/fd").exists(), err.read_text()
+            time.sleep(0.01)
+        assert not list(folder.iterdir())
+        names = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
+        assert any(f"{folder}/" in name for name in names), "the swap file is not open without a name"
+    finally:
+        os.kill(pid, sent)
+    assert ended() == (pid, -sent)
+    assert ("KeyboardInterrupt" in err.read_text()) == (sent is signal.SIGINT)
+    assert "Fatal" not in err.read_text() and "terminate called" not in err.read_text(), err.read_text()
+    assert not list(folder.iterdir())
+
+
+def test_a_child_that_exits_the_interpreter_ends_without_error(starter, tmp_path):
+    """`sys.exit` in a child of a process with an engine runs exit handlers and finalizers."""
+    (script := tmp_path / "script.py").write_text(FORKS)
+    pid, ended = starter("run", script)
+    assert (ended(), Path(f"{script}.err").read_text()) == ((pid, 0), "")
 
 
 # A disk that is too small, or an unusable directory: a clear error, and nothing is left behind

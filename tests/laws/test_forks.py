@@ -6,7 +6,6 @@ import mmap
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -170,28 +169,6 @@ def test_a_child_that_drops_or_closes_the_engine_ends_without_error():
     expected = new_engine()
     assert losses == [step(expected) for _ in losses]
     testing.assert_same_bits(expected.state_dict(), engine.state_dict(), "parameters")
-
-
-def test_a_child_that_exits_the_interpreter_ends_without_error():
-    """`sys.exit` in a child runs exit handlers and finalizers."""
-    script = """
-import os, sys, torch, patrickstar as ps
-model = torch.nn.Sequential(torch.nn.Linear(6, 40), torch.nn.Linear(40, 3))
-config = ps.Config(device="cpu", precision="fp32", chunk_size=256, activation_offload=True)
-engine, optimizer = ps.initialize(model, config)
-def step():
-    engine.backward(engine(torch.ones(2, 6)).float().square().mean())
-    optimizer.step()
-step()
-child = os.fork()
-if child == 0:
-    sys.exit(7)
-assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-step()
-"""
-    options = {"timeout": 600, "capture_output": True, "text": True}
-    done = subprocess.run([sys.executable, "-W", "ignore::DeprecationWarning", "-c", script], **options)
-    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_child_that_uses_the_engine_gets_an_error_with_its_owner():

@@ -221,10 +221,10 @@ def device_memory_is_reused_at_once(monkeypatch):
 
 
 FAULTS = {
-    no_order: 0,
-    no_wait_before_host_memory_is_freed: 40,
-    no_wait_before_the_host_writes: 0,
-    device_memory_is_reused_at_once: 0,
+    no_order: 2,
+    no_wait_before_host_memory_is_freed: 28,
+    no_wait_before_the_host_writes: 3,
+    device_memory_is_reused_at_once: 1,
 }
 """With the first seed of the schedules that most likely fail."""
 

@@ -73,7 +73,7 @@ def check_whole_updates(engine, error, log):
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("when", [1, 2])
+@pytest.mark.parametrize("when", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_disk_that_fails(engine, folders, fault, when):
     swap, folder = folders
     before = open_files() - 2  # the swap file and the log

@@ -2,6 +2,7 @@
 
 import random
 from contextlib import suppress
+from functools import partial
 
 import pytest
 import speculation_cases as cases
@@ -9,8 +10,9 @@ import torch
 from lock_free_cases import IN_MEMORY, config_of, engine_with, on_disk, reference_with, replaying
 from probes import manager_of, optimizer_step_of
 from seeded import engine_of
-from speculation_cases import backward, step
+from speculation_cases import backward, partly_frozen, step
 from torch import nn
+from toys import module
 
 import patrickstar as ps
 from patrickstar import testing
@@ -21,6 +23,7 @@ from patrickstar._step.lock_free_update import LockFreeUpdates
 from patrickstar.errors import ConfigError, TrainingError
 
 STEPS = 8
+slow = partial(pytest.param, marks=pytest.mark.slow)
 
 
 @pytest.fixture
@@ -67,22 +70,14 @@ def test_a_checkpoint_of_an_earlier_step_goes_on_as_in_a_new_engine(no_progress,
         testing.assert_same_bits(state, again.state_dict(), "parameters")
 
 
-class Sometimes(nn.Module):
-    """Layers, one of which is never used."""
-
-    def __init__(self):
-        super().__init__()
-        self.unused, self.used = nn.Linear(8, 8), cases.build()
-
-    def forward(self, x):
-        return self.used(x)
+half_used = module(lambda m, x: m.used(x), unused=lambda: nn.Linear(8, 8), used=cases.build)
 
 
 @pytest.mark.parametrize("update", [ps.LockFree(after=1), ps.Delayed(after=1)], ids=["lock-free", "delayed"])
 def test_a_write_into_a_parameter_beside_queued_updates_is_not_lost(update, monkeypatch, tmp_path):
     monkeypatch.setattr(DiskOptimizerStep, "progress", lambda self: self.read_ahead.start(self._updates))
     options = on_disk(tmp_path) | dict(host_memory=270 * 1024, chunk_size="40KiB")
-    with engine_of(Sometimes, config_of(update, **options), page_bytes=8192) as engine:
+    with engine_of(half_used, config_of(update, **options), page_bytes=8192) as engine:
         assert engine.inspect().disk is not None
         for number in range(4):
             step(engine, number)
@@ -135,7 +130,7 @@ def test_states_are_read_in_the_replay_as_in_the_run(no_progress, tmp_path):
             engine.state_dict()
 
 
-@pytest.mark.parametrize("line", range(1, 14, 3))
+@pytest.mark.parametrize("line", [1, slow(4), 7, slow(10), 13])
 @pytest.mark.parametrize("then", ["repeat", "read and repeat", "drop"])
 def test_a_step_that_is_interrupted(line, then, no_progress, monkeypatch, tmp_path):
     """Ctrl-C between chunks: the step is repeated, after a read of the state, or its gradients are dropped."""
@@ -235,12 +230,6 @@ def test_a_step_after_a_load_is_that_after_the_checkpoint(monkeypatch, tmp_path)
         engine.load(tmp_path / "saved")
         step(engine, 2)
         assert optimizer_step_of(engine).steps == 3
-
-
-def partly_frozen():
-    model = cases.build()
-    next(model.parameters()).requires_grad_(False)
-    return model
 
 
 @pytest.mark.parametrize("options", [IN_MEMORY, None], ids=["in memory", "on disk"])

@@ -11,7 +11,7 @@ from probes import after_operators, manager_of
 from sampling import draws, nightly
 from seeded import reference_of
 from torch import nn
-from toys import batches, mean_square, train
+from toys import batches, mean_square, module, train
 
 import patrickstar as ps
 from patrickstar import testing
@@ -39,32 +39,16 @@ def test_exactness(folder, shape, chunk_size, precision, room, loop, checksums):
     tiers.compare(shape.build, config, script, evict_everything=room.evict_everything)
 
 
-class Recurrent(nn.Module):
-    """Model with several parameters in one operator, and an embedding whose weight stays on the host."""
-
-    def __init__(self):
-        super().__init__()
-        self.words = nn.Embedding(500, tiers.WIDTH)
-        self.lstm = nn.LSTM(tiers.WIDTH, tiers.WIDTH, num_layers=2, batch_first=True)
-
-    def forward(self, x):
-        ids = (x.float().abs() * 100).long() % 500 if x.is_floating_point() else x
-        return self.lstm(self.words(ids))[0]
+def recurrent(m, x):
+    """Use several parameters in one operator, and an embedding whose weight stays on the host."""
+    ids = (x.float().abs() * 100).long() % 500 if x.is_floating_point() else x
+    return m.lstm(m.words(ids))[0]
 
 
-class Mixed(nn.Module):
-    """Model with parameters of three dtypes, and buffers."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = blocks(3)
-        self.wide = nn.Linear(tiers.WIDTH, tiers.WIDTH).double()
-        self.norm = nn.BatchNorm1d(tiers.WIDTH)
-        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
-
-    def forward(self, x):
-        x = self.norm(self.first(x.float()))
-        return self.wide(x.to(self.wide.weight.dtype)) * self.scale
+def mixed(m, x):
+    """Use parameters of three dtypes, and buffers."""
+    x = m.norm(m.first(x.float()))
+    return m.wide(x.to(m.wide.weight.dtype)) * m.scale
 
 
 class Tied(nn.Module):
@@ -80,11 +64,22 @@ class Tied(nn.Module):
         return nn.functional.linear(self.blocks(x), self.blocks[2][0].weight)
 
 
-@pytest.mark.parametrize("build", [Recurrent, Mixed, Tied])
+WIDE = (tiers.WIDTH, tiers.WIDTH)
+words_and_lstm = {"words": lambda: nn.Embedding(500, tiers.WIDTH), "lstm": lambda: nn.LSTM(*WIDE, 2, batch_first=True)}
+dtypes = {
+    "first": lambda: blocks(3),
+    "wide": lambda: nn.Linear(*WIDE).double(),
+    "norm": lambda: nn.BatchNorm1d(WIDE[0]),
+}
+dtypes["scale"] = lambda: nn.Parameter(torch.ones((), dtype=torch.float64))
+UNUSUAL = {"recurrent": module(recurrent, **words_and_lstm), "mixed": module(mixed, **dtypes), "tied": Tied}
+
+
+@pytest.mark.parametrize("model", UNUSUAL)
 @pytest.mark.parametrize(("evict_everything", "host_share"), [(False, 0.0), (False, 0.4), (True, 0.4)])
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
-def test_unusual_models(tmp_path, build, evict_everything, host_share, precision):
-    room = Room(host_share=host_share, evict_everything=evict_everything)
+def test_unusual_models(tmp_path, model, evict_everything, host_share, precision):
+    build, room = UNUSUAL[model], Room(host_share=host_share, evict_everything=evict_everything)
     config = on_disk(build, options(precision), tmp_path, inputs(1)[0], room)
     tiers.compare(build, config, lambda trainer, _: train(trainer, inputs(4)), evict_everything=evict_everything)
 

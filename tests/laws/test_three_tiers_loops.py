@@ -6,8 +6,7 @@ import functools
 import pytest
 import torch
 from probes import loss_scaler_of
-from torch import nn
-from toys import mean_square, train
+from toys import mean_square, module, train
 
 import patrickstar as ps
 from patrickstar._engine.engine import Engine
@@ -59,26 +58,22 @@ def test_accumulation_with_a_short_last_batch_and_clipping(exact, accumulation):
     exact(script)
 
 
-def test_states_saved_and_loaded_right_after_a_step(exact):
+def states_saved_and_loaded_right_after(trainer, optimizer):
     """Saved states include deferred updates, which are not applied again to loaded states."""
-
-    def script(trainer, optimizer):
-        usual(trainer, optimizer, 2)
-        states = copy.deepcopy(optimizer.state_dict()["state"])
-        first = list(trainer.state_dict().values())
-        usual(trainer, optimizer, 1)
-        saved = copy.deepcopy((trainer.state_dict(), optimizer.state_dict()))
-        first += usual(trainer, optimizer, 2)
-        # The optimizers of torch update the loaded tensors in place.
-        optimizer.load_state_dict(copy.deepcopy(saved[1]))
-        trainer.load_state_dict(saved[0])
-        first += usual(trainer, optimizer, 1)
-        trainer.load_state_dict(saved[0])
-        optimizer.load_state_dict(copy.deepcopy(saved[1]))
-        first += usual(trainer, optimizer, 2)
-        return first + [states[i][kind] for i in sorted(states) for kind in ("exp_avg", "exp_avg_sq", "step")]
-
-    exact(script)
+    usual(trainer, optimizer, 2)
+    states = copy.deepcopy(optimizer.state_dict()["state"])
+    yield from list(trainer.state_dict().values())
+    usual(trainer, optimizer, 1)
+    saved = copy.deepcopy((trainer.state_dict(), optimizer.state_dict()))
+    yield from usual(trainer, optimizer, 2)
+    # The optimizers of torch update the loaded tensors in place.
+    optimizer.load_state_dict(copy.deepcopy(saved[1]))
+    trainer.load_state_dict(saved[0])
+    yield from usual(trainer, optimizer, 1)
+    trainer.load_state_dict(saved[0])
+    optimizer.load_state_dict(copy.deepcopy(saved[1]))
+    yield from usual(trainer, optimizer, 2)
+    yield from [states[i][kind] for i in sorted(states) for kind in ("exp_avg", "exp_avg_sq", "step")]
 
 
 def a_changed_learning_rate(trainer, optimizer):
@@ -131,6 +126,7 @@ def reads_of_gradients(trainer, optimizer):
 
 
 SCRIPTS = a_changed_learning_rate, written_parameters, evaluations, other_batches_and_steps, reads_of_gradients
+SCRIPTS += (states_saved_and_loaded_right_after,)
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
@@ -138,18 +134,14 @@ def test_what_follows_a_step_changes_no_deferred_update(exact, script):
     exact(lambda trainer, optimizer: list(script(trainer, optimizer)))
 
 
-class Branches(nn.Module):
-    """Model that uses only the blocks in `used`."""
+def branches(m, x):
+    """Use the blocks in `used` only."""
+    for number in m.used:
+        x = m.blocks[number](x)
+    return x
 
-    def __init__(self):
-        super().__init__()
-        self.blocks = blocks(6)
-        self.used = range(6)
 
-    def forward(self, x):
-        for number in self.used:
-            x = self.blocks[number](x)
-        return x
+with_branches = module(branches, blocks=blocks, used=lambda: range(6))
 
 
 @pytest.mark.parametrize("how", [{}, {"update": True}])
@@ -162,7 +154,7 @@ def test_updates_of_a_branch_stay_deferred_until_it_is_used(exact, how):
             results += train(trainer, [batch], **how if results and len(blocks_taken) < 3 else {})
         return results
 
-    exact(script, Branches)
+    exact(script, with_branches)
 
 
 def test_freezing_and_unfreezing_right_after_a_step(exact):

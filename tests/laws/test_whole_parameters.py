@@ -29,8 +29,8 @@ class Model(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.wide = nn.ModuleList(nn.Linear(WIDTH, 2 * WIDTH) for _ in range(4))
-        self.tall = nn.ModuleList(nn.Linear(2 * WIDTH, WIDTH) for _ in range(4))
+        self.wide = nn.ModuleList(nn.Linear(WIDTH, 2 * WIDTH) for _ in range(2))
+        self.tall = nn.ModuleList(nn.Linear(2 * WIDTH, WIDTH) for _ in range(2))
         self.square, self.norm = nn.Linear(WIDTH, WIDTH, bias=False), nn.LayerNorm(WIDTH)
         # Column-major, as some checkpoints store it.
         self.turned = nn.Parameter(torch.randn(2 * WIDTH, WIDTH).div(8).t())
@@ -101,7 +101,7 @@ def test_bytes_per_parameter():
     """With Muon a matrix has 2 + 4 + 4 bytes per parameter, others have 14; with Adafactor all have 2 + 4."""
     engine, _ = ps.initialize(Model, options("bf16", 9000, optimizer=ps.Muon()))
     by_name = {name: chunk.schema.bytes_per_param for chunk in engine.layout.chunks for name in chunk.params}
-    ten = {"square.weight", "turned", *(f"{kind}.{number}.weight" for kind in ("wide", "tall") for number in range(4))}
+    ten = {"square.weight", "turned", *(f"{kind}.{number}.weight" for kind in ("wide", "tall") for number in range(2))}
     assert by_name == {name: 10 if name in ten else 14 for name in by_name} and ten <= by_name.keys()
     engine, _ = ps.initialize(Model, options("bf16", 9000, optimizer=Adafactor))
     assert {chunk.schema.bytes_per_param for chunk in engine.layout.chunks} == {6}

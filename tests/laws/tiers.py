@@ -200,8 +200,21 @@ def pages_of(offset: int, numel: int, length: int) -> range:
     return range(offset // length, -(-(offset + numel) // length))
 
 
-def _print_into(path: Path, trained: Callable[..., Engine], folder: Path) -> None:
+def run_elsewhere(function: Callable[[], object]) -> None:
+    """Assert that a function of a module succeeds in a process without the memory of other tests."""
+    child = fork_server().Process(target=_with_one_thread, args=(function,), daemon=True)
+    child.start()
+    child.join()
+    assert child.exitcode == 0, "its traceback is above"
+
+
+def _with_one_thread(function: Callable[..., object], *args: object) -> None:
+    gc.freeze()  # what the fork server imported is not searched for garbage
     torch.set_num_threads(1)
+    function(*args)
+
+
+def _print_into(path: Path, trained: Callable[..., Engine], folder: Path) -> None:
     with path.open("w", buffering=1) as sys.stdout:
         trained(folder, 1, 99, True)
 
@@ -209,7 +222,7 @@ def _print_into(path: Path, trained: Callable[..., Engine], folder: Path) -> Non
 def last_save_of_a_killed_run(trained: Callable[..., Engine], folder: Path, until: Callable[..., bool]) -> int:
     """Run `trained(folder, 1, 99, True)` elsewhere; kill it at a line of numbers; return the last saved step."""
     (printed := folder / "printed").touch()
-    child = fork_server().Process(target=_print_into, args=(printed, trained, folder), daemon=True)
+    child = fork_server().Process(target=_with_one_thread, args=(_print_into, printed, trained, folder), daemon=True)
     child.start()
     while not any(until(*map(int, line.split())) for line in printed.read_text().splitlines()):
         assert child.is_alive(), "the run has ended"

@@ -34,7 +34,7 @@ CLASSES = frozenset(
 )
 LANES = (
     re.compile(r"_kernels/|test_grad_norm"),  # of vector registers
-    re.compile(r"_dry_run/|cli/test_plan|unit/test_lanes|laws/test_dry_run_reports"),  # a step's busy intervals
+    re.compile(r"_dry_run/|cli/test_plan|unit/test_lanes|laws/test_dry_run"),  # a step's busy intervals
 )
 """Files in which a lane is another thing than a channel."""
 WORDS = {
