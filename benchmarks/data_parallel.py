@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -28,10 +28,8 @@ import torch
 import torch.distributed as dist
 from report import options, publish
 from steps import Plain, gpt, ratio_cells, tokens, train_step
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 import patrickstar as ps
 from patrickstar._distributed.process_group import World
@@ -95,31 +93,14 @@ def metered(engine: ps.Engine) -> Iterator[list[int]]:
         yield held_bytes
 
 
-class Fsdp(Plain):
-    """PyTorch's FSDP2, with the interface of an engine. `blocks`: modules of the model, each with its mesh."""
-
-    def __init__(self, model: nn.Module, blocks: Iterator[tuple[nn.Module, Any]]) -> None:
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-        super().__init__(model, optimizer=self)
-        for block, mesh in blocks:
-            fully_shard(block, mesh=mesh, mp_policy=policy)
-        by_mesh: dict[Any, list[nn.Parameter]] = {}
-        for param in model.parameters():
-            by_mesh.setdefault(param.device_mesh if isinstance(param, DTensor) else None, []).append(param)
-        self.optimizers = [torch.optim.AdamW(params, lr=1e-4, fused=True) for params in by_mesh.values()]
-
-    def step(self) -> None:
-        for optimizer in self.optimizers:
-            optimizer.step()
-
-    def zero_grad(self) -> None:
-        self.model.zero_grad()
-
-
-def fsdp_of(given: argparse.Namespace) -> Fsdp:
+def fsdp_of(given: argparse.Namespace) -> Plain:
+    """Return a model sharded by PyTorch's FSDP2."""
     torch.manual_seed(0)
     model, mesh = gpt(given.model), init_device_mesh("cpu", (dist.get_world_size(),))
-    return Fsdp(model, ((block, mesh) for block in (*model.transformer.h, model)))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    for block in (*model.transformer.h, model):
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    return Plain(model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
 
 
 def timed(trainer: Any, ids: torch.Tensor) -> Timed:
@@ -131,7 +112,7 @@ def timed(trainer: Any, ids: torch.Tensor) -> Timed:
     return time.perf_counter() - start, loopback_bytes() - wire
 
 
-def time_pairs(fsdp: Fsdp, engine: ps.Engine, ids: torch.Tensor, rounds: int) -> list[tuple[Timed, Timed]]:
+def time_pairs(fsdp: Plain, engine: ps.Engine, ids: torch.Tensor, rounds: int) -> list[tuple[Timed, Timed]]:
     """Return the steps of both, which alternate."""
     for _ in range(3):
         timed(engine, ids)
@@ -139,13 +120,13 @@ def time_pairs(fsdp: Fsdp, engine: ps.Engine, ids: torch.Tensor, rounds: int) ->
     return [(timed(fsdp, ids), timed(engine, ids)) for _ in range(rounds)]
 
 
-def pair_cells(pairs: list[tuple[Timed, Timed]], unit: str, wire: Callable[[float], str]) -> dict[str, str]:
-    """Return the cells of pairs of steps. `wire`: function that formats bytes on the loopback device, in a unit."""
+def pair_cells(pairs: list[tuple[Timed, Timed]], numel: int) -> dict[str, str]:
+    """Return the cells of pairs of steps, with the bytes on the loopback device per element."""
     sides = dict(zip(("FSDP2", "engine"), zip(*pairs, strict=True), strict=True))
     seconds = {name: [step[0] for step in steps] for name, steps in sides.items()}
     row = {f"{name} s": f"{median(values):.3f}" for name, values in seconds.items()}
     row |= ratio_cells(seconds["FSDP2"], seconds["engine"])
-    return row | {f"{name} {unit}": wire(median(step[1] for step in steps)) for name, steps in sides.items()}
+    return row | {f"{name} bytes": f"{median(step[1] for step in steps) / numel:.3f}" for name, steps in sides.items()}
 
 
 def worker(given: argparse.Namespace) -> dict[str, Any]:
@@ -182,13 +163,13 @@ def worker(given: argparse.Namespace) -> dict[str, Any]:
     return results
 
 
-def launch(size: int, script: str = __file__) -> list[dict[str, Any]]:
-    """Run a script's workers in `size` processes, and return what each has printed as JSON in its last line."""
+def launch(size: int) -> list[dict[str, Any]]:
+    """Run this script's workers in `size` processes, and return what each has printed as JSON in its last line."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     threads = str(max(1, len(os.sched_getaffinity(0)) // size))
-    command, processes = [sys.executable, script, "--worker", *sys.argv[1:]], []
+    command, processes = [sys.executable, __file__, "--worker", *sys.argv[1:]], []
     for rank in range(size):
         env = {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         env |= {"OMP_NUM_THREADS": threads, "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
@@ -258,8 +239,7 @@ def main() -> None:
                 wire.append(wire_row(size, budget, rows))
         if "pairs" in results[0]:
             sent_numel = results[0]["room"]["parameters"] * (size - 1)
-            cells = pair_cells(results[0]["pairs"], "bytes", lambda nbytes, numel=sent_numel: f"{nbytes / numel:.3f}")
-            seconds.append({"p": str(size)} | cells)
+            seconds.append({"p": str(size)} | pair_cells(results[0]["pairs"], sent_numel))
     shape = f"{given.model}, bf16, {given.batch} x {given.sequence} tokens per process and step, gloo"
     publish(
         "data_parallel_memory",

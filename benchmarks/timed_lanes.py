@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from report import options, publish, shown
-from throttle import Channel
 from torch import nn
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
@@ -103,6 +102,26 @@ CASES = (
     Case("half of param16 fits, compute-bound", 0.5, 3.0, 0.8, 0.5),
     Case("half of param16 fits, balanced", 0.5, 2.0, 1.8, 1.0),
 )
+
+
+class Channel:
+    """One channel at a fixed rate, in bytes per second, which one thread uses at a time."""
+
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+        self.busy_s = 0.0
+        self._lock = threading.Lock()
+        self._free_at_s = 0.0
+
+    def run(self, action: Callable[[], Any], nbytes: int) -> Any:
+        """Run an action, and sleep until the channel has moved its bytes, after all others that asked before."""
+        seconds = nbytes / self.rate
+        with self._lock:
+            self._free_at_s = end_s = max(self._free_at_s, time.perf_counter()) + seconds
+            self.busy_s += seconds
+        result = action()
+        time.sleep(max(0.0, end_s - time.perf_counter()))
+        return result
 
 
 class TimedKernels(Kernels):

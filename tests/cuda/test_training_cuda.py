@@ -36,7 +36,11 @@ def test_data_loaders_whose_workers_are_forked():
     check_training(ps.Config(**OPTIONS), "1536KiB", 6, run=run)
 
 
-OPTIMIZERS = {"Muon": ps.Muon(lr=1e-2), "schedule-free": ps.ScheduleFreeAdamW(lr=1e-2), "8-bit": ps.AdamW8bit(lr=1e-2)}
+OPTIMIZERS = {
+    "Muon": ps.Muon(lr=1e-2, ns_steps=2),
+    "schedule-free": ps.ScheduleFreeAdamW(lr=1e-2),
+    "8-bit": ps.AdamW8bit(lr=1e-2),
+}
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)

@@ -5,6 +5,7 @@ See [Note: late copies] in `late_copies.py`. The test parameter is the seed of a
 
 import random
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -133,10 +134,11 @@ def run_schedules(seeds: range, directory, failures: float = 0.0) -> tuple[int, 
 
 
 def some_are_slow(count: int, fast: int) -> list:
-    """Return ranges of ten seeds, `count` in all, for tests, of which those from `fast` on are slow."""
+    """Return ranges of at most ten seeds, `count` in all, for tests, of which those from `fast` on are slow."""
+    starts = sorted({fast, *range(0, count, 10)})
     return [
-        pytest.param(range(first, first + 10), marks=[pytest.mark.slow] if first >= fast else [], id=str(first))
-        for first in range(0, count, 10)
+        pytest.param(range(first, end), marks=[pytest.mark.slow] if first >= fast else [], id=str(first))
+        for first, end in pairwise([*starts, count])
     ]
 
 

@@ -131,7 +131,7 @@ def run(seed: int, directory: Path) -> str:
 
 
 @pytest.mark.filterwarnings("ignore:the device had no memory left")
-@pytest.mark.parametrize("seeds", some_are_slow(200, fast=20))
+@pytest.mark.parametrize("seeds", some_are_slow(200, fast=10))
 def test_peaks_are_within_the_budget(seeds, tmp_path):
     print(f"draws in {seeds}")
     refusals = list(filter(None, (run(seed, tmp_path) for seed in seeds)))
