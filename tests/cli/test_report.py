@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from browser import VIEWS, assert_accessible, assert_drawn, opened_page
-from command_line import CONFIG, TEXT, assert_refused, call, done
+from command_line import assert_refused, call, change_to, done, trained
 from toys import layers, train
 
 import patrickstar as ps
@@ -26,13 +26,9 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the log of a run whose model data is larger than the budgets."""
     folder = tmp_path_factory.mktemp("run")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-        (folder / "text.py").write_text(TEXT)
-        (folder / "model.json").write_text(json.dumps(CONFIG | {"n_layer": 4, "n_embd": 64}))
-        options = ["--model", folder / "model.json", "--data", folder / "text.py", "--sequence", 32, "--batch", 2]
-        options += ["--steps", STEPS, "--device", "cpu", "--device-memory", "1550KiB", "--host-memory", "8MiB"]
-        options += ["--chunk-size", "64KiB", "--log", folder / "log.jsonl", "--quiet"]
-        done("train", *options)
+        change_to(folder, patch, n_layer=4, n_embd=64)
+        options = ["--device-memory", "1550KiB", "--host-memory", "8MiB", "--chunk-size", "64KiB", "--lr", "3e-4"]
+        trained("--sequence", 32, "--steps", STEPS, *options, "--quiet")
     return folder / "log.jsonl"
 
 

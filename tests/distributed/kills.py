@@ -15,7 +15,6 @@ import shutil
 import signal
 import tempfile
 import time
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -62,15 +61,6 @@ def start(folder: Path, size: int, steps: int) -> list[Any]:
     return ranks.start(size, run_process, {"folder": str(folder), "steps": steps})
 
 
-@dataclass
-class Expected:
-    """Result and duration of a run without kills."""
-
-    losses: list[dict[int, str]]
-    ends: list[str]
-    seconds: float
-
-
 def losses(folder: Path, size: int) -> list[list[tuple[int, str]]]:
     """Return the losses that each process logged, without an incomplete last line."""
     found = []
@@ -79,15 +69,6 @@ def losses(folder: Path, size: int) -> list[list[tuple[int, str]]]:
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         found.append([(int(line.split()[0]), line.split()[1]) for line in lines if line.endswith("\n")])
     return found
-
-
-def run_without_kills(folder: Path, size: int, steps: int) -> Expected:
-    """Run without kills, for comparison."""
-    started = time.monotonic()
-    run_to_the_end(folder, size, steps, END_TIMEOUT_S)
-    seconds, logs = time.monotonic() - started, losses(folder, size)
-    assert all([step for step, _ in log] == list(range(1, steps + 1)) for log in logs)
-    return Expected([dict(log) for log in logs], ends(folder, size), seconds)
 
 
 def run_to_the_end(folder: Path, size: int, steps: int, within_s: float) -> None:
@@ -104,21 +85,22 @@ def check_kills(count: int, processes: int, seed: int, steps: int) -> None:
     """Kill `count` times, and compare all losses and final states."""
     draw = random.Random(seed)
     with tempfile.TemporaryDirectory() as root:
-        expected = run_without_kills(_fresh(Path(root) / "expected"), processes, steps)
-        print(
-            f"{processes} processes, seed {seed}: {steps} steps in {expected.seconds:.1f} s without kills", flush=True
-        )
+        whole, started = _fresh(Path(root) / "expected"), time.monotonic()
+        run_to_the_end(whole, processes, steps, END_TIMEOUT_S)
+        whole_s, expected = time.monotonic() - started, [dict(log) for log in losses(whole, processes)]
+        assert all(list(log) == list(range(1, steps + 1)) for log in expected)
+        print(f"{processes} processes, seed {seed}: {steps} steps in {whole_s:.1f} s without kills", flush=True)
         folder, kills, starts, resumed = _fresh(Path(root) / "killed"), 0, 0, 0
         while kills < count:
             newest = ps.Checkpoints(folder / "run").newest()
             resumed += newest is not None
             children = start(folder, processes, steps)
             starts += 1
-            time.sleep(draw.uniform(0, expected.seconds * 0.6))
+            time.sleep(draw.uniform(0, whole_s * 0.6))
             victims = children if draw.random() < 0.5 else [draw.choice(children)]
             for child in victims:
                 child.kill()
-            ended = ranks.wait(children, END_TIMEOUT_S + 2 * expected.seconds)  # the machine may be busy
+            ended = ranks.wait(children, END_TIMEOUT_S + 2 * whole_s)  # the machine may be busy
             codes = [each.code for each in ended]
             for each in ended:
                 assert each.code in (0, -signal.SIGKILL) or (each.code == 1 and LOST_PEER.search(each.text)), (
@@ -127,12 +109,12 @@ def check_kills(count: int, processes: int, seed: int, steps: int) -> None:
             kills += -signal.SIGKILL in codes
             for rank, log in enumerate(losses(folder, processes)):
                 for step, bits in log:
-                    assert bits == expected.losses[rank][step], f"kill {kills}, rank {rank}, step {step}: {bits}"
+                    assert bits == expected[rank][step], f"kill {kills}, rank {rank}, step {step}: {bits}"
             if codes == [0] * processes:
-                assert ends(folder, processes) == expected.ends, f"after {kills} kills the final state differs"
+                assert ends(folder, processes) == ends(whole, processes), f"after {kills} kills the final state differs"
                 folder = _fresh(folder)
-        run_to_the_end(folder, processes, steps, END_TIMEOUT_S + 2 * expected.seconds)
-        assert ends(folder, processes) == expected.ends, f"after {kills} kills the final state differs"
+        run_to_the_end(folder, processes, steps, END_TIMEOUT_S + 2 * whole_s)
+        assert ends(folder, processes) == ends(whole, processes), f"after {kills} kills the final state differs"
         runs = f"{kills} kills in {starts} runs, {resumed} of them resumed"
         print(f"{runs}: all losses and final states were bit-identical", flush=True)
 

@@ -133,9 +133,10 @@ def train_short(data: list[Any], short: bool, accumulation: int, trainer: Any) -
     return train(trainer, data, accumulation=accumulation, reduce_once=True)
 
 
-@ranks.joined
-def without_room(seeds: list[int]) -> None:
-    """Train while incomplete chunks must leave the devices of some ranks; runs in each process."""
+@pytest.mark.parametrize("seeds", [ranks.seeds(9)])
+@ranks.in_processes(3)
+def test_chunks_that_are_reduced_before_they_are_complete(seeds):
+    """Train while incomplete chunks must leave the devices of some ranks."""
     for seed in seeds:
         draw = random.Random(seed)
         shape, config, world = random_shape(draw), random_config(draw), World(CPU)
@@ -143,10 +144,6 @@ def without_room(seeds: list[int]) -> None:
         data = [(torch.randint(0, 11, (2, 4), generator=torch.Generator().manual_seed(world.rank)),)] * 6
         script = partial(train_short, data, (world.rank + seed) % 2 == 0, draw.choice([1, 3]))
         compare(world, shape.build, config, script, seed, meter=testing.NoMeter())
-
-
-def test_chunks_that_are_reduced_before_they_are_complete():
-    ranks.run(3, without_room, seeds=ranks.seeds(9))
 
 
 @ranks.in_processes(2)

@@ -22,7 +22,7 @@ def params(trainer):
 
 
 def after_backward(code):
-    """Register a habit between a backward and the end of its step: a function that returns tensors to compare, or None."""
+    """Register a habit between a backward and the end of its step: a function that may return tensors to compare."""
 
     def register(script):
         @habit(GRADIENTS, code)
