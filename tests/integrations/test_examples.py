@@ -93,6 +93,7 @@ def experts(words: list[str], steps: int) -> None:
     assert 0 < peak_bytes <= budget_mib << 20
 
 
+@pytest.mark.long("an example in four processes")
 @pytest.mark.parametrize("words", [pytest.param([], marks=pytest.mark.slow), ["--tp", "2", "--ep", "4"]])
 def test_experts(words):
     steps = 6 if nightly() else 3
