@@ -84,9 +84,7 @@ def test_a_traceback_shows_when_it_is_asked_for() -> None:
         (KeyboardInterrupt(), 130, "interrupted before the first step was done\n"),
     ],
 )
-def test_every_error_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, message: str
-) -> None:
+def test_every_error_is_one_line(monkeypatch, error: BaseException, code: int, message: str) -> None:
     def fail(*_: object) -> None:
         raise error
 

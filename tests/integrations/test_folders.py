@@ -25,19 +25,14 @@ def files_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_folder_from_transformers_gives_the_same_logits(name, tmp_path):
+def test_folders_of_transformers_and_of_the_engine_give_the_same_logits(name, tmp_path):
     model, model_class = plain(name)
     model.save_pretrained(tmp_path / "in", max_shard_size="20KB")
     assert len(list((tmp_path / "in").glob("*.safetensors"))) > 1
     engine = engine_of(tmp_path / "in", small_chunks(), model_class, evict_everything=True, poison=True).eval()
     assert_same_bits(dict(model.state_dict()), dict(engine.state_dict()), "tensors")
     assert torch.equal(logits(engine, batch(model)), logits(model, batch(model)))
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_transformers_loads_a_folder_from_the_engine(name, tmp_path):
-    model, model_class = plain(name)
-    model.save_pretrained(tmp_path / "in")
+    engine.close()
     engine, optimizer = from_pretrained(tmp_path / "in", small_chunks(), model_class=model_class)
     step(engine, optimizer)
     engine.save_pretrained(tmp_path / "out", max_shard_bytes=20_000)
