@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 from typer.testing import CliRunner, Result
 
 from patrickstar._cli.main import app
@@ -15,6 +16,14 @@ TEXT = "".join(f"def f{i}(x):\n    return x + {i}\n" for i in range(200))
 SMALL = ["--model", "model.json", "--data", "text.py", "--sequence", 16, "--batch", 2, "--device", "cpu"]
 SMALL += ["--lr", "1e-2", "--log", "log.jsonl"]
 """Options of a run in the directory of the fixture `small_text`. Later options win over these."""
+
+
+def change_to(folder: Path, patch: pytest.MonkeyPatch, **options: Any) -> None:
+    """Change to a folder with the text, a model with these options, and a cache of its own."""
+    patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    patch.chdir(folder)
+    Path("text.py").write_text(TEXT)
+    Path("model.json").write_text(json.dumps(CONFIG | options))
 
 
 def call(command: str, *words: object) -> Result:

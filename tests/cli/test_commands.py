@@ -15,7 +15,7 @@ from patrickstar.errors import BudgetError
 pytestmark = pytest.mark.usefixtures("small_text")
 
 train = partial(call, "train", "--device", "cpu")
-TINY = ("--data", "text.py", "--model", "gpt-1m")
+TINY = ("--data", "text.py", "--model", "model.json", "--sequence", 16)
 
 
 def python(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -41,27 +41,13 @@ def test_the_module_runs_as_the_command() -> None:
     assert process.stdout == f"patrickstar {patrickstar.__version__}\n"
 
 
-def test_misspelt_options_and_commands_are_named_with_the_nearest() -> None:
-    assert_refused(train("--stpes", 3), "--stpes", "--steps")
-    assert_refused(call("trian"), "trian", "train")
-
-
 REFUSED = {
-    "no step": (["--steps", 0], ["--steps"]),
-    "a negative batch": (["--batch", -1], ["--batch"]),
-    "a vocabulary below all bytes": (["--vocab-size", 100], ["--vocab-size"]),
     "no precision": (["--precision", "bf17"], ["--precision"]),
     "no device": (["--device", "tpu"], ["--device"]),
-    "no rate": (["--lr", "fast"], ["--lr"]),
-    "no device memory": (["--device-memory", "2 gigs"], ["--device-memory: '2 gigs' is not a size"]),
-    "no host memory": (["--host-memory", "2 gigs"], ["--host-memory: '2 gigs' is not a size"]),
-    "no chunk size": (["--chunk-size", "2 gigs"], ["--chunk-size: '2 gigs' is not a size"]),
-    "no data": (["--model", "gpt-1m", "--data", "nowhere"], ["error: there is no file or folder nowhere"]),
-    "an unknown model": (["--model", "gpt-1n"], ["'gpt-1n'", "did you mean gpt-1m?"]),
     "a sequence too long": (["--data", "text.py", "--sequence", 1025], ["1024 or less instead of 1025"]),
     "no log": ([*TINY, "--log", "text.py/log.jsonl"], ["text.py/log.jsonl", "choose another path"]),
     "a budget too small": (
-        [*TINY, "--device-memory", "1KiB", "--sequence", 16],
+        [*TINY, "--device-memory", "1KiB"],
         ["device budget of 1024 bytes", "Each of these alone is enough", "device_memory='"],
     ),
 }
@@ -74,8 +60,8 @@ def test_what_can_not_be_is_named(case: str) -> None:
 
 
 def test_too_little_text_is_told() -> None:
-    Path("text.py").write_text("short")
-    assert_refused(train(*TINY), "less than one sequence of 256")
+    Path("text.py").write_text("no")
+    assert_refused(train(*TINY), "less than one sequence of 16")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
@@ -98,9 +84,7 @@ def test_a_traceback_shows_when_it_is_asked_for() -> None:
         (KeyboardInterrupt(), 130, "interrupted before the first step was done\n"),
     ],
 )
-def test_every_error_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, message: str
-) -> None:
+def test_every_error_is_one_line(monkeypatch, error: BaseException, code: int, message: str) -> None:
     def fail(*_: object) -> None:
         raise error
 

@@ -20,8 +20,14 @@ print([name for name in ("torch", "transformers", "tokenizers") if name in sys.m
 """
 
 REFUSED = {
-    "train --stpes 3": "--stpes",
+    "trian": "Did you mean 'train'?",
+    "train --stpes 3": "--steps",
     "train --steps 0": "--steps",
+    "train --batch -1": "--batch",
+    "train --vocab-size 100": "--vocab-size",
+    "train --lr fast": "--lr",
+    "train --host-memory 2gigs": "--host-memory: '2gigs' is not a size",
+    "train --chunk-size 2gigs": "--chunk-size: '2gigs' is not a size",
     "train --model gpt-1n": "did you mean gpt-1m?",
     "train --data nowhere": "error: there is no file or folder nowhere; check --data",
     "train --resume nowhere": "error: nowhere is not a PatrickStar checkpoint: there is no such folder",
@@ -47,5 +53,6 @@ def test_what_can_not_be_is_refused_without_pytorch(monkeypatch: pytest.MonkeyPa
     codes = dict(line.split(": exit code ") for line in done.stdout.splitlines() if ": exit code " in line)
     assert codes == {line: "2" if line in REFUSED else "0" for line in lines}
     assert done.stdout.splitlines()[-1] == "[]"
+    assert "Traceback" not in done.stderr
     for text in REFUSED.values():
         assert text in done.stderr

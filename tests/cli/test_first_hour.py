@@ -97,9 +97,7 @@ def test_a_first_step_that_takes_long_is_explained_once() -> None:
 
 
 @pytest.mark.parametrize(("asked", "tries"), [((), False), (("--precision", "bf16"), True)])
-def test_the_explanation_says_what_runs_and_what_to_try(
-    monkeypatch: pytest.MonkeyPatch, asked: tuple[str, ...], tries: bool
-) -> None:
+def test_the_explanation_says_what_runs_and_what_to_try(monkeypatch, asked: tuple[str, ...], tries: bool) -> None:
     texts: list[str] = []
     progress = train_command.Progress
 

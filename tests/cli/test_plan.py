@@ -66,17 +66,17 @@ matmul_tflops = 1.0
 """
 
 
-@pytest.mark.long("two plans, of which one traces a model of transformers")
 @pytest.mark.parametrize("machine", [pytest.param("RTX4090-desktop", marks=pytest.mark.slow), "laptop.toml"])
 def test_any_configuration_is_traced_and_comes_to_what_counting_says(tmp_path, monkeypatch, machine):
     """GPT-2's work by its operators, and a GPT's by formulas: the same model."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "laptop.toml").write_text(LAPTOP)
     path = tmp_path / "config.json"
-    path.write_text(PRESETS["gpt-10m"].config().to_json_string())
-    arguments = ["--machine", machine, "--sequence", "256", "--batch", "4", "--activation-checkpointing"]
-    traced, counted = (planned("--model", model, *arguments) for model in (str(path), "gpt-10m"))
-    positions = (1024 - 256) * 320  # which a formula of shorter sequences leaves out
+    path.write_text(PRESETS["gpt-1m"].config().to_json_string())
+    arguments = ["--machine", machine, "--host-memory", "4GB", "--sequence", "256", "--batch", "4"]
+    arguments.append("--activation-checkpointing")
+    traced, counted = (planned("--model", model, *arguments) for model in (str(path), "gpt-1m"))
+    positions = (1024 - 256) * 128  # which a formula of shorter sequences leaves out
     assert traced["model"]["params"] == counted["model"]["params"] + positions
     operations = [found["lanes"][0]["amount"] for found in (traced, counted)]
     # Counting has a layer's last product computed again, too, which checkpointing leaves out.
@@ -207,10 +207,9 @@ def test_processes_that_can_not_be_simulated(arguments, says):
     assert_told(call("train", "--model", "gpt-1m", *arguments), says)
 
 
-@pytest.mark.long("three dry runs of the command")
-def test_a_dry_run_says_what_a_step_takes_and_trains_nothing(tmp_path):
+def test_a_dry_run_says_what_a_step_takes_and_trains_nothing(tmp_path, small_text):
     log = tmp_path / "log.jsonl"
-    options = ["--model", "gpt-1m", "--sequence", "32", "--batch", "1", "--device", "cpu", "--precision", "fp32"]
+    options = ["--model", "model.json", "--sequence", "32", "--batch", "1", "--device", "cpu", "--precision", "fp32"]
     options += ["--device-memory", "32MiB"]
     result = done("train", *options, "--dry-run", "--log", str(log))
     for words in ("nothing was trained", "step", "where the time goes", "idle", "32.00 MiB", "moved", "over the step"):

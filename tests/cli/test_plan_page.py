@@ -50,7 +50,7 @@ def test_plan_and_dry_run_of_training_say_the_same(tmp_path: Path, monkeypatch: 
 def test_a_module_of_ones_own_is_planned_by_a_sample() -> None:
     model = nn.Sequential(nn.Embedding(1000, 64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
     ids = torch.zeros(8, 16, dtype=torch.int64)
-    plan = ps.plan(model, sample=ids, batch=8, gpu="rtx3090")
+    plan = ps.plan(model, sample=ids, batch=8, gpu="rtx3090", device_memory="256MB")
     assert plan.best.workload.params == sum(param.numel() for param in model.parameters())
     assert (plan.batch, plan.model.sequence, plan.activation_checkpointing) == (8, 16, False)
     assert plan.tokens_per_s == pytest.approx(8 * 16 / plan.step_s)

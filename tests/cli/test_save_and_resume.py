@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_line import CONFIG, SMALL, TEXT, assert_refused, call, done, read_log
+from command_line import CONFIG, SMALL, assert_refused, call, change_to, done, read_log
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -20,14 +20,13 @@ ABOUT |= {"tokenizer": "{}", "trained": True}
 
 pytestmark = pytest.mark.usefixtures("one_thread", "small_text")
 
-MODEL = json.dumps(CONFIG | {"resid_pdrop": 0.1})
-"""With dropout, so that the generators' states show."""
 FIELDS = ("step", "loss", "learning_rate", "gradient_norm")
 
 
 @pytest.fixture(autouse=True)
 def _with_dropout(small_text: None) -> None:
-    Path("model.json").write_text(MODEL)
+    """Let the generators' states show."""
+    Path("model.json").write_text(json.dumps(CONFIG | {"resid_pdrop": 0.1}))
 
 
 train, trained = partial(call, "train", *SMALL, "--steps", 7), partial(done, "train", *SMALL, "--steps", 7)
@@ -42,10 +41,7 @@ def run_of_seven(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the directory of a run that is complete, with its checkpoint."""
     folder = tmp_path_factory.mktemp("run")
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-        Path("text.py").write_text(TEXT)
-        Path("model.json").write_text(MODEL)
+        change_to(folder, patch, resid_pdrop=0.1)
         trained("--save-every", 7, "--save-to", "kept")
     return folder
 

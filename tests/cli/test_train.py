@@ -3,9 +3,9 @@
 import io
 import json
 import math
+import os
 import signal
-import subprocess
-import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 from command_line import SMALL, assert_refused, assert_told, read_log, train, trained
+from distributed import ranks
+from distributed.test_cli import main
 from rich.console import Console
 from safetensors.torch import save_file
 
@@ -155,17 +157,14 @@ def test_quiet_leaves_the_summary() -> None:
 
 
 def test_ctrl_c_ends_a_run_with_its_summary() -> None:
-    command = [sys.executable, "-m", "patrickstar", "train", *map(str, SMALL), "--steps", "1000000"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("step") and "step       3/" in line:
-            process.send_signal(signal.SIGINT)
-            break
-    out, err = process.communicate(timeout=600)
-    assert process.returncode == 130, err
-    assert "Traceback" not in err
-    assert ", interrupted in " in out
+    arguments = ["train", *map(str, SMALL), "--steps", "1000000"]
+    (process,) = ranks.start(1, main, {"arguments": arguments, "folder": os.getcwd()})
+    while process.poll() is None and "step       3/" not in Path(process.log.name).read_text():
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGINT)
+    (ended,) = ranks.wait([process])
+    assert ended.code == 130 and "Traceback" not in ended.text, ended.text
+    assert ", interrupted in " in ended.text
     *steps, summary = read_log()
     assert summary["kind"] == "summary"
     assert summary["interrupted"]

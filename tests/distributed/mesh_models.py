@@ -11,15 +11,7 @@ import torch
 import transformers
 from integrations import tiny
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    loss_parallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import Replicate, Shard, parallel
 from torch.utils.checkpoint import checkpoint
 
 from patrickstar.integrations._meshes import Meshes, MeshSizes, meshes
@@ -80,7 +72,7 @@ def batch(number: int, data_rank: int, sequences: int = 2) -> Batch:
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-# PyTorch's parallelize_module
+# PyTorch's parallel.parallelize_module
 
 
 class Attention(nn.Module):
@@ -137,27 +129,27 @@ def split_decoder(sequences: bool = False, losses: bool = False) -> Callable[[nn
 
     Args:
         sequences: Shard activations between layers by their sequence, so that norms see a part of it.
-        losses: Shard the logits by the vocabulary, for `loss_parallel`.
+        losses: Shard the logits by the vocabulary, for `parallel.loss_parallel`.
     """
     between = Shard(1) if sequences else Replicate()
     plan: dict[str, Any] = {
-        "words": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
-        "head": ColwiseParallel(
+        "words": parallel.RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
+        "head": parallel.ColwiseParallel(
             input_layouts=between, output_layouts=Shard(-1) if losses else Replicate(), use_local_output=not losses
         ),
-        **{f"blocks.*.attention.{key}": ColwiseParallel() for key in "qkv"},
-        "blocks.*.attention.o": RowwiseParallel(output_layouts=between),
-        "blocks.*.feed.up": ColwiseParallel(),
-        "blocks.*.feed.down": RowwiseParallel(output_layouts=between),
+        **{f"blocks.*.attention.{key}": parallel.ColwiseParallel() for key in "qkv"},
+        "blocks.*.attention.o": parallel.RowwiseParallel(output_layouts=between),
+        "blocks.*.feed.up": parallel.ColwiseParallel(),
+        "blocks.*.feed.down": parallel.RowwiseParallel(output_layouts=between),
     }
     if sequences:
         whole = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
-        plan |= {f"blocks.*.{key}": PrepareModuleInput(**whole) for key in ("attention", "feed")}
-        plan |= {key: SequenceParallel() for key in ("blocks.*.first_norm", "blocks.*.second_norm", "norm")}
+        plan |= {f"blocks.*.{key}": parallel.PrepareModuleInput(**whole) for key in ("attention", "feed")}
+        plan |= {key: parallel.SequenceParallel() for key in ("blocks.*.first_norm", "blocks.*.second_norm", "norm")}
 
     def split(model: nn.Module, meshes: Meshes) -> None:
         assert meshes.tp is not None
-        parallelize_module(model, meshes.tp, plan)
+        parallel.parallelize_module(model, meshes.tp, plan)
 
     return split
 
@@ -237,8 +229,10 @@ def split_by_plan(model: nn.Module, meshes: Meshes) -> None:
 MODELS: dict[str, MeshModel] = {
     "decoder": MeshModel(Decoder, split_decoder(), tp=2),
     "decoder, sequences": MeshModel(Decoder, split_decoder(sequences=True), tp=2),
-    "decoder, losses": MeshModel(Decoder, split_decoder(losses=True), tp=2, context=loss_parallel),
-    "decoder, both": MeshModel(Decoder, split_decoder(sequences=True, losses=True), tp=2, context=loss_parallel),
+    "decoder, losses": MeshModel(Decoder, split_decoder(losses=True), tp=2, context=parallel.loss_parallel),
+    "decoder, both": MeshModel(
+        Decoder, split_decoder(sequences=True, losses=True), tp=2, context=parallel.loss_parallel
+    ),
     "llama": MeshModel(causal("llama"), split_by_plan, tp=2),
     "llama tied": MeshModel(causal("llama", tie_word_embeddings=True), split_by_plan, tp=2),
     "qwen3": MeshModel(QWEN3, split_by_plan, tp=2),

@@ -1,8 +1,7 @@
 """Start the ranks of a distributed test, wait for them within a time limit, and collect their output.
 
 Ranks are forked from a server that has imported torch and patrickstar once per test process (`multiprocessing`'s fork
-server), which saves three seconds of imports per rank. Ranks that need a command of their own (`before`, for network
-namespaces) are started as new interpreters.
+server), which saves three seconds of imports per rank.
 """
 
 import atexit
@@ -17,9 +16,10 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, wraps
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import IO, Any
 
@@ -102,34 +102,17 @@ def fork_server() -> Any:
     return context
 
 
-class ForkedRank:
+class ForkedRank(ForkServerProcess):
     """A rank that was forked from the server, with the methods of `subprocess.Popen` that tests use."""
-
-    def __init__(self, module: str, name: str, options: str, env: Mapping[str, str], log: str) -> None:
-        self._process = fork_server().Process(
-            target=_run_forked, args=(module, name, options, dict(env), list(sys.path), log), daemon=True
-        )
-        self._process.start()
-
-    @property
-    def pid(self) -> int:
-        """Process ID."""
-        pid: int = self._process.pid
-        return pid
 
     def poll(self) -> int | None:
         """Return the exit code (negative for a signal), None while the rank runs."""
-        code: int | None = self._process.exitcode
-        return code
-
-    def kill(self) -> None:
-        """Send SIGKILL."""
-        self._process.kill()
+        return self.exitcode
 
     def wait(self, seconds: float | None = None) -> int | None:
         """Wait for the end, at most `seconds`; return the exit code."""
-        self._process.join(seconds)
-        return self.poll()
+        self.join(seconds)
+        return self.exitcode
 
 
 def _run_forked(module: str, name: str, options: str, env: dict[str, str], path: list[str], log: str) -> None:
@@ -162,7 +145,7 @@ def start(
     options: dict[str, Any] | None = None,
     *,
     env: Sequence[dict[str, str]] = (),
-    before: Sequence[list[str]] = (),
+    interpreters: int = 0,
     port: int | None = None,
 ) -> list[Any]:
     """Start `function(**options)` in each of `size` processes, with the environment that torchrun sets.
@@ -172,7 +155,7 @@ def start(
         function: Function of an importable module, run in every rank.
         options: Keyword arguments of the function, as JSON values.
         env: Additional environment variables, per rank.
-        before: Command prefix, per rank. Such ranks are new interpreters.
+        interpreters: How many of the first ranks are new interpreters; the others are forked.
         port: Port of the rendezvous.
     """
     port = port or free_port()
@@ -194,11 +177,13 @@ def start(
         }
         log = tempfile.NamedTemporaryFile()  # noqa: SIM115 (`wait` closes it)
         process: Any
-        if before:
-            command = [*before[rank], sys.executable, "-m", __name__, *call]
+        if rank < interpreters:
+            command = [sys.executable, "-m", __name__, *call]
             process = subprocess.Popen(command, cwd=TESTS, stdout=log, stderr=subprocess.STDOUT, env=variables)
         else:
-            process = ForkedRank(*call, variables, log.name)
+            process = ForkedRank(target=_run_forked, args=(*call, variables, list(sys.path), log.name), daemon=True)
+            fork_server()
+            process.start()
         process.log = log
         processes.append(process)
     return processes

@@ -29,7 +29,8 @@ from . import ranks
 from .test_exactness import CPU, compare, mesh_of, random_script
 
 WIDTH = 32
-SIZES = [(2, 1), pytest.param(2, 2, marks=pytest.mark.slow), (4, 1), (4, 2), (4, 4)]
+SLOW = pytest.mark.slow
+SIZES = [(2, 1), pytest.param(2, 2, marks=SLOW), (4, 1), (4, 2), (4, 4)]
 """Numbers of processes and of replicas."""
 
 
@@ -133,7 +134,9 @@ def record_sends(world: World) -> Counter[int]:
     return sent
 
 
-@pytest.mark.parametrize("size, replicas", [(2, 1), (4, 1), (4, 2), pytest.param(2, 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "size, replicas", [(2, 1), (4, 2), *(pytest.param(*each, marks=SLOW) for each in [(4, 1), (2, 2)])]
+)
 @pytest.mark.parametrize("seeds", [ranks.seeds(3)])
 @ranks.in_processes()
 def test_chunks_are_gathered_one_by_one_if_a_group_does_not_fit(size, replicas, seeds):

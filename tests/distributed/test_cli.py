@@ -96,6 +96,7 @@ def test_a_rank_without_others_is_refused(tmp_path):
     assert "MASTER_ADDR" in ended.text and "torchrun" in ended.text
 
 
+@pytest.mark.slow
 def test_each_process_prints_an_error(tmp_path):
     for ended in train_forked(tmp_path, options(tmp_path, tmp_path / "log", "--device-memory", "64KiB"), 2):
         assert ended.code != 0

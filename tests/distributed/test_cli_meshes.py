@@ -39,19 +39,6 @@ def test_meshes_train_like_data_parallelism(tmp_path):
         assert summary["model_data_bytes"] < 0.7 * whole["model_data_bytes"]
 
 
-@pytest.mark.parametrize(
-    ("sizes", "words"),
-    [pytest.param(LLAMA, ["--tp", "2"], marks=pytest.mark.slow), (MIXTRAL, ["--tp", "2", "--ep", "4"])],
-)
-def test_model_folders(tmp_path, sizes, words):
-    torch.manual_seed(0)
-    config = transformers.CONFIG_MAPPING[sizes["model_type"]](**sizes)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "folder")
-    train(tmp_path, arguments(tmp_path, "plain", 2, "--model", str(tmp_path / "folder")), 2)
-    train(tmp_path, arguments(tmp_path, "mesh", 2, *words, "--model", str(tmp_path / "folder")), 4)
-    check_near(tmp_path / "mesh", tmp_path / "plain")
-
-
 def print_batches(arguments: list[str], folder: str) -> None:
     """Run the command; print the seed and a number for each batch. Runs in each process."""
     run_step = command._step
@@ -65,12 +52,19 @@ def print_batches(arguments: list[str], folder: str) -> None:
     main(arguments, folder)
 
 
-@pytest.mark.long("the whole command in four processes")
-def test_processes_of_a_tensor_group_share_batch_and_seed(tmp_path):
-    words = arguments(tmp_path, "log", 2, "--tp", "2", "--seed", "5", "--steps", "2")
-    call = {"arguments": words, "folder": str(tmp_path)}
-    all_ended = ranks.wait(ranks.start(4, print_batches, call))
-    ranks.check_ended(all_ended, [0] * 4)
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [pytest.param(LLAMA, ["--tp", "2"], marks=pytest.mark.slow), (MIXTRAL, ["--tp", "2", "--ep", "4"])],
+)
+def test_a_model_folder_trains_alike_and_processes_of_a_tensor_group_share_batch_and_seed(tmp_path, sizes, words):
+    torch.manual_seed(0)
+    config = transformers.CONFIG_MAPPING[sizes["model_type"]](**sizes)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "folder")
+    same = ["--model", str(tmp_path / "folder"), "--seed", "5", "--steps", "2"]
+    train(tmp_path, arguments(tmp_path, "plain", 2, *same), 2)
+    call = {"arguments": arguments(tmp_path, "mesh", 2, *words, *same), "folder": str(tmp_path)}
+    all_ended = ranks.run(4, print_batches, **call)
+    check_near(tmp_path / "mesh", tmp_path / "plain")
     lines = [[line for line in ended.text.splitlines() if line.startswith("batch")] for ended in all_ended]
     assert lines[0] == lines[1] and lines[2] == lines[3]
     assert [line.split()[1] for line in (lines[0][0], lines[2][0])] == ["5", "6"]

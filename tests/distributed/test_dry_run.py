@@ -7,6 +7,7 @@ import pytest
 import torch.distributed as dist
 from laws.models import config, smallest_device_bytes
 from laws.test_dry_run import LAPTOP
+from sampling import nightly
 from toys import batches
 
 from patrickstar import testing
@@ -90,9 +91,9 @@ def compare(seeds: list[int], replicas: int, at_once: bool) -> None:
         assert [moment.chunks for moment in report.trace.moments] == trace
 
 
-@pytest.mark.parametrize(("size", "replicas", "at_once"), [(4, 2, True), (4, 1, False)])
-def test_bytes_equal_those_of_a_run(size, replicas, at_once):
-    ranks.run(size, compare, seeds=ranks.seeds(24), replicas=replicas, at_once=at_once)
+@pytest.mark.parametrize(("replicas", "at_once"), [(2, True), (1, False)])
+def test_bytes_equal_those_of_a_run(replicas, at_once):
+    ranks.run(4, compare, seeds=ranks.seeds(24)[: None if nightly() else 2], replicas=replicas, at_once=at_once)
 
 
 @pytest.mark.slow

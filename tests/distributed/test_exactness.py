@@ -133,9 +133,10 @@ def train_short(data: list[Any], short: bool, accumulation: int, trainer: Any) -
     return train(trainer, data, accumulation=accumulation, reduce_once=True)
 
 
-@ranks.joined
-def without_room(seeds: list[int]) -> None:
-    """Train while incomplete chunks must leave the devices of some ranks; runs in each process."""
+@pytest.mark.parametrize("seeds", [ranks.seeds(9)])
+@ranks.in_processes(3)
+def test_chunks_that_are_reduced_before_they_are_complete(seeds):
+    """Train while incomplete chunks must leave the devices of some ranks."""
     for seed in seeds:
         draw = random.Random(seed)
         shape, config, world = random_shape(draw), random_config(draw), World(CPU)
@@ -143,10 +144,6 @@ def without_room(seeds: list[int]) -> None:
         data = [(torch.randint(0, 11, (2, 4), generator=torch.Generator().manual_seed(world.rank)),)] * 6
         script = partial(train_short, data, (world.rank + seed) % 2 == 0, draw.choice([1, 3]))
         compare(world, shape.build, config, script, seed, meter=testing.NoMeter())
-
-
-def test_chunks_that_are_reduced_before_they_are_complete():
-    ranks.run(3, without_room, seeds=ranks.seeds(9))
 
 
 @ranks.in_processes(2)
@@ -233,17 +230,21 @@ def test_gradients_that_the_last_step_does_not_lead_to_expect():
     compare(world, Branches, config, lambda trainer: train(trainer, data), 0, meter=testing.NoMeter())
 
 
+SLOW = pytest.mark.slow
 FUNCTIONS = [everything_evicted, in_small_pieces, any_budget, branches]
 
 
 @pytest.mark.parametrize(
     "function, size, replicas",
     [
-        *((function, size, 1) for function in (everything_evicted, any_budget, branches) for size in (2, 4)),
+        (everything_evicted, 2, 1),
         (everything_evicted, 4, 2),
+        (any_budget, 4, 1),
         (any_budget, 4, 4),
         (in_small_pieces, 2, 2),
+        (branches, 4, 1),
         (branches, 2, 2),
+        *(pytest.param(*case, 1, marks=SLOW) for case in [(everything_evicted, 4), (any_budget, 2), (branches, 2)]),
     ],
 )
 def test_bits_of_the_reference(function, size, replicas):

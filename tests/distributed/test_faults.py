@@ -6,7 +6,6 @@ import signal
 import time
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -131,8 +130,12 @@ def test_a_process_that_differs_is_refused(difference, message):
         ps.initialize(shape.build, ps.Config(**{"device": "cpu", "chunk_size": 512} | options))
 
 
-def deviate(call: str, message: str) -> None:
-    """Make a call in rank 1 only; runs in each process."""
+@pytest.mark.parametrize(
+    "call, message",
+    [("close", "rank 0: a step; rank 1: closing the engine"), ("clip", "rank 0: a step; rank 1: clipping")],
+)
+@ranks.in_processes(2)
+def test_processes_that_deviate_end_with_an_error(call, message):
     engine, optimizer = build()
     step(engine, optimizer)
     other = engine.world.rank == 1
@@ -144,16 +147,8 @@ def deviate(call: str, message: str) -> None:
         step(engine, optimizer)
 
 
-@pytest.mark.parametrize(
-    "call, message",
-    [("close", "rank 0: a step; rank 1: closing the engine"), ("clip", "rank 0: a step; rank 1: clipping")],
-)
-def test_processes_that_deviate_end_with_an_error(call, message):
-    ranks.run(2, deviate, call=call, message=message)
-
-
-def interrupted(scratch: str) -> None:
-    """Raise an exception in a forward of rank 1, and train on; runs in each process."""
+@ranks.in_processes(2)
+def test_an_exception_in_one_process_leaves_all_usable():
     engine, optimizer = build()
     if engine.world.rank == 1:
         handle = engine.module.blocks[1].register_forward_hook(lambda *_: 1 / 0)
@@ -163,14 +158,9 @@ def interrupted(scratch: str) -> None:
             handle.remove()
     for _ in range(2):
         step(engine, optimizer)
-    torch.save(engine.state_dict(), Path(scratch) / f"{engine.world.rank}.pt")
+    first, second = engine.world.all_gather_object({name: each.tolist() for name, each in engine.state_dict().items()})
+    assert first and first == second
     engine.close()
-
-
-def test_an_exception_in_one_process_leaves_all_usable(tmp_path):
-    ranks.run(2, interrupted, scratch=str(tmp_path))
-    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
-    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def short_of_memory() -> None:
@@ -217,15 +207,11 @@ def test_a_call_of_one_process_ends_with_an_error_that_names_it(call):
     ), ended[0].text
 
 
-def is_slow() -> None:
-    """Let rank 0 wait for rank 1, which is busy; runs in each process."""
+@ranks.in_processes(2)
+def test_a_slow_process_is_waited_for():
     deadlock_watch.WAIT_S, deadlock_watch.ANSWER_S = 0.2, 0.05
     engine, optimizer = build()
     step(engine, optimizer)
     if engine.world.rank == 1:
         time.sleep(2)
     step(engine, optimizer)
-
-
-def test_a_slow_process_is_waited_for():
-    ranks.run(2, is_slow)

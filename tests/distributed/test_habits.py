@@ -89,14 +89,9 @@ def saving(precision: str, folder: str, replicas: int) -> None:
         same_everywhere([engine(batch(9))])
 
 
-@ranks.joined
-def habits(precision: str, folder: str, replicas: int) -> None:
-    """Use gradients, then save and load; runs in each process."""
-    gradients(precision, replicas)
-    saving(precision, folder, replicas)
-
-
 @pytest.mark.parametrize("size, replicas", [(2, 1), (4, 2)])
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@ranks.in_processes()
 def test_gradients_and_saving(precision, size, replicas, tmp_path):
-    ranks.run(size, habits, precision=precision, folder=str(tmp_path), replicas=replicas)
+    gradients(precision, replicas)
+    saving(precision, tmp_path, replicas)

@@ -166,10 +166,9 @@ def leave_open() -> None:
     sys.modules[__name__].engine = engine
 
 
-@pytest.mark.long("two new interpreters")
 def test_a_finished_script_ends_with_code_0():
-    # New interpreters, since forked ranks do not end as a script does.
-    processes = ranks.start(2, leave_open, before=[["env"], ["env"]])
+    # One is a new interpreter, since forked ranks do not end as a script does.
+    processes = ranks.start(2, leave_open, interpreters=1)
     ranks.check_ended(ranks.wait(processes), [0, 0])
 
 

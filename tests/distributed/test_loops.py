@@ -116,7 +116,9 @@ SCRIPTS = {
 }
 
 
-@pytest.mark.parametrize("size, replicas", [(2, 1), (2, 2), pytest.param(4, 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "size, replicas", [(2, 1), *(pytest.param(size, 2, marks=pytest.mark.slow) for size in (2, 4))]
+)
 @ranks.in_processes()
 def test_unusual_loops(size, replicas):
     mesh = mesh_of(replicas)

@@ -60,10 +60,10 @@ def test_refusals_name_what_is_wrong_in_every_process():
     refused(ConfigError, "mesh has 3 dimensions; pass its data-parallel ones", pair(), ranks.mesh(a=2, b=2, c=1))
     refused(ConfigError, r"rank \d passed (no mesh|one of processes)", pair(), None if rank == 3 else grid["dp"])
 
-    # Rows divided over processes with the same batch, and the mesh of data parallelism has too many processes.
-    refused(
-        ModelError, r"parameter 'up\.weight': the processes that hold one part .* 2 batches", unlike(grid), grid["dp"]
-    )
+    # The parts in two processes with one batch differ from those in the others.
+    unlike, shard = pair(), Shard(1 if rank < 2 else 0)
+    unlike.up.weight = nn.Parameter(distribute_tensor(unlike.up.weight.detach(), grid["tp"], [shard]))
+    refused(ModelError, r"parameter 'up\.weight': the processes that hold one part .* 2 batches", unlike, grid["dp"])
     other = pair()
     if rank == 2:
         other.up = nn.Linear(8, 24)
@@ -71,16 +71,6 @@ def test_refusals_name_what_is_wrong_in_every_process():
     mixed = pair(grid["tp"]) if rank < 2 else pair()
     refused(ModelError, r"parameter 'up\.weight' is a DTensor in some processes, but not in rank 2", mixed, grid["dp"])
     dist.barrier()
-
-
-def unlike(grid) -> nn.Module:
-    """Return a model with a parameter whose parts in two processes with one batch differ from those in the others."""
-    model = pair()
-    columns = dist.get_rank() < 2
-    mesh = grid["tp"]
-    shard = Shard(1) if columns else Shard(0)
-    model.up.weight = nn.Parameter(distribute_tensor(model.up.weight.detach(), mesh, [shard]))
-    return model
 
 
 def ends_inside_a_collective(where: str) -> None:

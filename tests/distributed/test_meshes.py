@@ -113,10 +113,6 @@ def cases(chosen: list[tuple[str, str, str, int]], compared: Sequence[str] = ("e
     world.close()
 
 
-def evicted(seed: int) -> dict[str, Any]:
-    return {"meter": testing.NoMeter(), "evict_everything": True}
-
-
 def tight(seed: int) -> dict[str, Any]:
     """Draw a budget and varying non-model data for one process."""
     own = random.Random(seed)
@@ -124,13 +120,11 @@ def tight(seed: int) -> dict[str, Any]:
     return {"meter": Waves(wave_bytes), "device_memory": 120_000 + own.randint(0, 60_000) + wave_bytes}
 
 
-def measured(seed: int) -> dict[str, Any]:
-    return {}
-
-
-KINDS: dict[str, Callable[[int], dict[str, Any]]] = {"evicted": evicted, "tight": tight, "measured": measured}
-
-
+KINDS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "evicted": lambda seed: {"meter": testing.NoMeter(), "evict_everything": True},
+    "tight": tight,
+    "measured": lambda seed: {},
+}
 FAST = [
     ("decoder, both", "none", "evicted", 0),
     # Accumulates, and only one process owns elements of the last chunk.

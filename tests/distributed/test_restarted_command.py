@@ -61,7 +61,10 @@ def test_a_restarted_run_goes_on_by_itself(tmp_path, victim):
         assert text.count("resumed from killed-saved/step-2") == 1
         # A process may also be lost after the last step.
         assert "step-6 was saved after the last step: nothing is left to do" in finished(port, tmp_path, words, 2)
-        finished(port, tmp_path, arguments(tmp_path, "whole", 2), 2)
+    whole = arguments(tmp_path, "whole", 2)
+    train(tmp_path, whole, 2)  # without torchrun, which resumes no checkpoints of another launch
+    with agent_store() as port:
+        assert "has checkpoints of an earlier run (step-6)" in finished(port, tmp_path, whole, 2, code=2)
     assert losses(tmp_path / "killed.jsonl") == losses(tmp_path / "whole.jsonl")
     assert json.loads((tmp_path / "killed.jsonl").read_text().splitlines()[-1])["kind"] == "summary"
 
@@ -89,11 +92,3 @@ def test_a_resumed_run_goes_on_from_its_own_checkpoints(tmp_path):
         assert not (tmp_path / "run-saved" / "step-2").exists()
         assert "resumed from run-saved/step-4" in finished(port, tmp_path, words, 2)
     assert [step for step, *_ in losses(tmp_path / "run.jsonl")] == list(range(1, STEPS + 1))
-
-
-def test_checkpoints_of_another_launch_are_not_resumed(tmp_path):
-    words = arguments(tmp_path, "run", 2)
-    with agent_store() as port:
-        ended = ranks.wait(ranks.start(2, main, {"arguments": words, "folder": str(tmp_path)}))
-        ranks.check_ended(ended, [0, 0])  # without torchrun
-        assert "has checkpoints of an earlier run (step-6)" in finished(port, tmp_path, words, 2, code=2)

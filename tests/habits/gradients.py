@@ -21,6 +21,18 @@ def params(trainer):
     return list(trainer.module.parameters())
 
 
+def after_backward(code):
+    """Register a habit between a backward and the end of its step: a function that may return tensors to compare."""
+
+    def register(script):
+        @habit(GRADIENTS, code)
+        def _(trainer):
+            backward(trainer)
+            return then(trainer, script(trainer) or ())
+
+    return register
+
+
 @habit(GRADIENTS, "loss.backward()")
 def _(trainer):
     trainer(torch.zeros(1, 2, dtype=torch.int64)).pow(2).mean().backward()
@@ -34,98 +46,76 @@ def _(trainer):
     return then(trainer, [torch.tensor([before, sum(p.grad is not None for p in params(trainer))])])
 
 
-@habit(GRADIENTS, "p.grad.norm(), p.grad.abs().max(), p.grad.isnan().any()")
+@after_backward("p.grad.norm(), p.grad.abs().max(), p.grad.isnan().any()")
 def _(trainer):
-    backward(trainer)
     seen = [
         f(p.grad) for p in params(trainer) for f in (torch.norm, lambda g: g.abs().max(), lambda g: g.isnan().any())
     ]
-    return then(trainer, seen)
+    return seen
 
 
-@habit(GRADIENTS, "p.grad.detach().cpu().numpy()")
+after_backward("p.grad.detach().cpu().numpy()")(
+    lambda trainer: [torch.from_numpy(p.grad.detach().cpu().numpy().copy()) for p in params(trainer)]
+)
+after_backward("torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)")(
+    lambda trainer: [nn.utils.clip_grad_norm_(trainer.module.parameters(), 0.01)]
+)
+
+
+after_backward("torch.nn.utils.clip_grad_norm_(..., norm_type=math.inf)")(
+    lambda trainer: [nn.utils.clip_grad_norm_(trainer.module.parameters(), 0.01, norm_type=math.inf)]
+)
+after_backward("torch.nn.utils.clip_grad_value_(model.parameters(), 0.1)")(
+    lambda trainer: nn.utils.clip_grad_value_(trainer.module.parameters(), 1e-3)
+)
+
+
+after_backward("torch.nn.utils.get_total_norm([p.grad for p in ...])")(
+    lambda trainer: [nn.utils.get_total_norm([p.grad for p in params(trainer)])]
+)
+
+
+@after_backward("p.grad.mul_(2); p.grad /= 3")
 def _(trainer):
-    backward(trainer)
-    return then(trainer, [torch.from_numpy(p.grad.detach().cpu().numpy().copy()) for p in params(trainer)])
-
-
-@habit(GRADIENTS, "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)")
-def _(trainer):
-    backward(trainer)
-    return then(trainer, [nn.utils.clip_grad_norm_(trainer.module.parameters(), 0.01)])
-
-
-@habit(GRADIENTS, "torch.nn.utils.clip_grad_norm_(..., norm_type=math.inf)")
-def _(trainer):
-    backward(trainer)
-    return then(trainer, [nn.utils.clip_grad_norm_(trainer.module.parameters(), 0.01, norm_type=math.inf)])
-
-
-@habit(GRADIENTS, "torch.nn.utils.clip_grad_value_(model.parameters(), 0.1)")
-def _(trainer):
-    backward(trainer)
-    nn.utils.clip_grad_value_(trainer.module.parameters(), 1e-3)
-    return then(trainer)
-
-
-@habit(GRADIENTS, "torch.nn.utils.get_total_norm([p.grad for p in ...])")
-def _(trainer):
-    backward(trainer)
-    return then(trainer, [nn.utils.get_total_norm([p.grad for p in params(trainer)])])
-
-
-@habit(GRADIENTS, "p.grad.mul_(2); p.grad /= 3")
-def _(trainer):
-    backward(trainer)
     for p in params(trainer):
         p.grad.mul_(2)
         p.grad /= 3
-    return then(trainer)
 
 
-@habit(GRADIENTS, "p.grad.data.clamp_(-1, 1)")
+@after_backward("p.grad.data.clamp_(-1, 1)")
 def _(trainer):
-    backward(trainer)
     for p in params(trainer):
         p.grad.data.clamp_(-1e-3, 1e-3)
-    return then(trainer)
 
 
-@habit(GRADIENTS, "p.grad.view(-1)[0] = 0; p.grad[1:].zero_()")
+@after_backward("p.grad.view(-1)[0] = 0; p.grad[1:].zero_()")
 def _(trainer):
-    backward(trainer)
     for p in params(trainer):
         p.grad.view(-1)[0] = 0
         p.grad[1:].zero_()
-    return then(trainer)
 
 
-@habit(GRADIENTS, "p.grad.add_(torch.randn_like(p.grad))")
+@after_backward("p.grad.add_(torch.randn_like(p.grad))")
 def _(trainer):
-    backward(trainer)
     for number, p in enumerate(params(trainer)):
         torch.manual_seed(number)
         p.grad.add_(torch.randn_like(p.grad))
-    return then(trainer)
 
 
-@habit(GRADIENTS, "saved = [p.grad.clone() ...]; p.grad = saved[i] + other[i]")
+@after_backward("saved = [p.grad.clone() ...]; p.grad = saved[i] + other[i]")
 def _(trainer):
-    backward(trainer)
     saved = [p.grad.clone() for p in params(trainer)]
     trainer.optimizer.zero_grad()
     backward(trainer, 1)
     for p, grad in zip(params(trainer), saved, strict=True):
         p.grad = p.grad + grad
-    return then(trainer, saved)
+    return saved
 
 
-@habit(GRADIENTS, "p.grad = None for some parameters")
+@after_backward("p.grad = None for some parameters")
 def _(trainer):
-    backward(trainer)
     for p in params(trainer)[::2]:
         p.grad = None
-    return then(trainer)
 
 
 @habit(GRADIENTS, "p.grad = torch.ones_like(p) without a backward")
@@ -140,20 +130,17 @@ def _(engine, folder):
     engine.module.words.weight.grad = torch.ones(3)
 
 
-@habit(GRADIENTS, "accumulate: several backwards, then p.grad")
+@after_backward("accumulate: several backwards, then p.grad")
 def _(trainer):
-    backward(trainer)
     backward(trainer, 1)
-    return then(trainer, [p.grad.clone() for p in params(trainer)])
+    return [p.grad.clone() for p in params(trainer)]
 
 
-@habit(GRADIENTS, "accumulate, and scale the sum: p.grad.div_(steps)")
+@after_backward("accumulate, and scale the sum: p.grad.div_(steps)")
 def _(trainer):
-    backward(trainer)
     backward(trainer, 1)
     for p in params(trainer):
         p.grad.div_(2)
-    return then(trainer)
 
 
 @habit(GRADIENTS, "p.register_hook(lambda grad: grad * 2)")
@@ -173,18 +160,16 @@ def _(trainer):
     return then(trainer, [seen[index] for index in sorted(seen)])
 
 
-@habit(GRADIENTS, "torch.cat([p.grad.flatten() for p in ...])")
-def _(trainer):
-    backward(trainer)
-    return then(trainer, [torch.cat([p.grad.flatten() for p in params(trainer)])])
+after_backward("torch.cat([p.grad.flatten() for p in ...])")(
+    lambda trainer: [torch.cat([p.grad.flatten() for p in params(trainer)])]
+)
 
 
-@habit(GRADIENTS, "torch._foreach_mul_([p.grad ...], 0.5)")
+@after_backward("torch._foreach_mul_([p.grad ...], 0.5)")
 def _(trainer):
-    backward(trainer)
     grads = [p.grad for p in params(trainer)]
     torch._foreach_mul_(grads, 0.5)
-    return then(trainer, torch._foreach_norm(grads))
+    return torch._foreach_norm(grads)
 
 
 @habit(GRADIENTS, "model.zero_grad()")
@@ -203,13 +188,12 @@ def _(trainer):
     return then(trainer, [p.grad.clone() for p in params(trainer)])
 
 
-@habit(GRADIENTS, "loss.backward(); executor.submit(log, p.norm(), p.grad.norm(), model.state_dict())")
+@after_backward("loss.backward(); executor.submit(log, p.norm(), p.grad.norm(), model.state_dict())")
 def _(trainer):
-    backward(trainer)
     with ThreadPoolExecutor(1) as executor:
         norms = executor.submit(lambda: [norm for p in params(trainer) for norm in (p.norm(), p.grad.norm())])
         values = executor.submit(lambda: [value.clone() for value in trainer.module.state_dict().values()])
-        return then(trainer, [*norms.result(), *values.result()])
+        return [*norms.result(), *values.result()]
 
 
 @habit(GRADIENTS, "engine.clip_grad_norm_(1.0, norm_type=..., error_if_nonfinite=True)", EXACT)

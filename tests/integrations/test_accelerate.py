@@ -26,7 +26,7 @@ from patrickstar.testing import assert_same_bits
 from .trainers import gpt2, stressed, texts
 
 BUDGET = ps.Config(chunk_size="16KiB", device_memory="2MiB")
-STEPS = 20 if nightly() else 8
+STEPS = 20 if nightly() else 5
 
 
 def groups(model: nn.Module) -> list[dict]:

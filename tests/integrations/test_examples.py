@@ -7,15 +7,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from distributed import ranks
 from sampling import nightly
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def main_of(example: str) -> Any:
-    """Return the function of an example that the command line calls."""
-    return runpy.run_path(str(EXAMPLES / f"{example}.py"))["main"]
+def main_of(example: str, kind: str = "", **smaller: Any) -> Any:
+    """Return the function of an example that the command line calls.
+
+    `make test` replaces sizes in the configuration `kind` of transformers by smaller ones.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if kind and not nightly():
+            config = getattr(transformers, kind)
+            patch.setattr(transformers, kind, lambda **sizes: config(**sizes | smaller))
+        return runpy.run_path(str(EXAMPLES / f"{example}.py"))["main"]
 
 
 def test_larger_than_budget(one_thread, capsys):
@@ -29,7 +37,7 @@ def test_larger_than_budget(one_thread, capsys):
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 def test_trainer(tmp_path, one_thread):
-    main = main_of("trainer")
+    main = main_of("trainer", "GPT2Config", n_layer=2, n_embd=192)
     options = ["--output", str(tmp_path), "--device-memory", "1GiB"]
     first = main([*options, "--steps", "1"])
     assert main([*options, "--steps", "2", "--resume"]) < first < 6
@@ -37,7 +45,7 @@ def test_trainer(tmp_path, one_thread):
 
 
 def test_accelerate_loop(tmp_path, one_thread):
-    main = main_of("accelerate_loop")
+    main = main_of("accelerate_loop", "GPT2Config", n_layer=2, n_embd=192)
     options = ["--save", str(tmp_path / "state"), "--device-memory", "1GiB"]
     first = main([*options, "--steps", "2"])
     (again,) = main([*options, "--steps", "1", "--resume"])
@@ -47,7 +55,7 @@ def test_accelerate_loop(tmp_path, one_thread):
 
 @pytest.mark.filterwarnings("ignore")  # Lightning warns of data loaders without workers, and of folders that exist
 def test_lightning(tmp_path, one_thread):
-    main = main_of("lightning_fit")
+    main = main_of("lightning_fit", "GPT2Config", n_layer=2, n_embd=192)
     options = ["--output", str(tmp_path), "--device-memory", "1GiB"]
     assert main([*options, "--steps", "1"]) < 6
     assert (tmp_path / "last.ckpt" / "patrickstar").is_dir()
@@ -80,12 +88,12 @@ def experts(words: list[str], steps: int) -> None:
     """Run the example in each of four processes."""
     budget_mib = 32
     options = ["--steps", str(steps), "--device-memory", f"{budget_mib}MiB", *words]
-    losses, peak_bytes = main_of("experts")(options)
+    losses, peak_bytes = main_of("experts", "MixtralConfig", num_hidden_layers=2)(options)
     assert len(losses) == steps and losses[-1] < (0.9 if steps > 4 else 1) * losses[0]
     assert 0 < peak_bytes <= budget_mib << 20
 
 
-@pytest.mark.long("an example of fixed size in four processes")
+@pytest.mark.long("an example in four processes")
 @pytest.mark.parametrize("words", [pytest.param([], marks=pytest.mark.slow), ["--tp", "2", "--ep", "4"]])
 def test_experts(words):
     steps = 6 if nightly() else 3

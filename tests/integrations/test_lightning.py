@@ -215,11 +215,6 @@ def test_precision_is_the_engines(tmp_path, precision):
     assert {value.dtype for value in module.state_dict().values()} == {torch.float32}
 
 
-class TwoOptimizers(Net):
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in self.layers[:2]], []
-
-
 class OwnBackward(Net):
     def backward(self, loss: torch.Tensor) -> None:
         loss.backward()
@@ -253,14 +248,16 @@ def test_states_of_an_optimizer_end_with_the_engine(tmp_path):
 
 
 def test_mistakes(tmp_path):
-    with pytest.raises(ConfigError, match="returned 2 optimizers, and an engine has one"):
-        trainer(PatrickStarStrategy(), tmp_path).fit(TwoOptimizers(manual=True), loader())
-    untrained = Net()
-    untrained.configure_optimizers = lambda: None
-    with pytest.raises(ConfigError, match="returned no optimizer: return the one that trains"):
-        trainer(PatrickStarStrategy(), tmp_path).fit(untrained, loader())
-    with pytest.raises(ConfigError, match=r"OwnBackward.backward is not called"):
-        trainer(PatrickStarStrategy(), tmp_path).fit(OwnBackward(), loader())
+    two, none = Net(manual=True), Net()
+    two.configure_optimizers = lambda: ([torch.optim.SGD(layer.parameters(), lr=0.1) for layer in two.layers[:2]], [])
+    none.configure_optimizers = lambda: None
+    for module, message in (
+        (two, "returned 2 optimizers, and an engine has one"),
+        (none, "returned no optimizer: return the one that trains"),
+        (OwnBackward(), r"OwnBackward.backward is not called"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            trainer(PatrickStarStrategy(), tmp_path).fit(module, loader())
     with pytest.raises(ConfigError, match=r"precision='64-true' is not supported: use '32-true'"):
         trainer(PatrickStarStrategy(), tmp_path, precision="64-true")
     with pytest.raises(ConfigError, match=r"Trainer\(precision=...\) selects fp32, and ps.Config selects bf16"):

@@ -1,5 +1,8 @@
 """Meshes from sizes: every layout of up to 12 processes, in one process with PyTorch's fake process group."""
 
+import itertools
+from contextlib import suppress
+
 import pytest
 import torch.distributed as dist
 from transformers.distributed.configuration_utils import DistributedConfig
@@ -15,13 +18,9 @@ def layouts(world: int) -> list[MeshSizes]:
     """Return all sizes that are possible with `world` processes."""
     divisors = [size for size in range(1, world + 1) if world % size == 0]
     found = []
-    for tp in divisors:
-        for ep in divisors:
-            for replicas in divisors:
-                try:
-                    found.append(MeshSizes(world, tp, ep, replicas))
-                except ConfigError:
-                    continue
+    for sizes in itertools.product(divisors, repeat=3):
+        with suppress(ConfigError):
+            found.append(MeshSizes(world, *sizes))
     return found
 
 

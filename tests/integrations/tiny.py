@@ -21,6 +21,7 @@ EXPERTS = {"num_experts_per_tok": 2, "num_key_value_heads": 2}
 VOCABULARY = SIZES["vocab_size"]
 CAUSAL = transformers.AutoModelForCausalLM
 MASKED = transformers.AutoModelForMaskedLM
+SEQ2SEQ = transformers.AutoModelForSeq2SeqLM
 
 
 def gpt2_config() -> transformers.GPT2Config:
@@ -41,23 +42,9 @@ def mixtral() -> PreTrainedModel:
     return transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZES, **EXPERTS, num_local_experts=11))
 
 
-def qwen2_moe() -> PreTrainedModel:
-    sizes = {"num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24}
-    return transformers.Qwen2MoeForCausalLM(transformers.Qwen2MoeConfig(**SIZES, **EXPERTS, **sizes))
-
-
-def bert() -> PreTrainedModel:
-    return transformers.BertForMaskedLM(transformers.BertConfig(**SIZES))
-
-
 def nomic_bert() -> PreTrainedModel:
     model: PreTrainedModel = MASKED.from_config(transformers.CONFIG_MAPPING["nomic_bert"](**SIZES))
     return model
-
-
-def t5() -> PreTrainedModel:
-    sizes = {"d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 2, "vocab_size": VOCABULARY}
-    return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0))
 
 
 def switch(capacity: int, **options: Any) -> PreTrainedModel:
@@ -71,14 +58,16 @@ def switch(capacity: int, **options: Any) -> PreTrainedModel:
     return transformers.SwitchTransformersForConditionalGeneration(config)
 
 
+QWEN2_MOE = SIZES | EXPERTS | {"num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24}
+T5 = {"d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 2, "vocab_size": VOCABULARY}
 MODELS: dict[str, tuple[Callable[[], PreTrainedModel], Any]] = {
     "gpt2": (gpt2, CAUSAL),
     "llama": (llama, CAUSAL),
     "llama tied": (lambda: llama(tie_word_embeddings=True), CAUSAL),
     "mixtral": (mixtral, CAUSAL),
-    "qwen2_moe": (qwen2_moe, CAUSAL),
-    "bert": (bert, MASKED),
-    "t5": (t5, transformers.AutoModelForSeq2SeqLM),
+    "qwen2_moe": (lambda: CAUSAL.from_config(transformers.Qwen2MoeConfig(**QWEN2_MOE)), CAUSAL),
+    "bert": (lambda: MASKED.from_config(transformers.BertConfig(**SIZES)), MASKED),
+    "t5": (lambda: SEQ2SEQ.from_config(transformers.T5Config(**T5, decoder_start_token_id=0)), SEQ2SEQ),
     "a class of its own": (gpt2, transformers.GPT2LMHeadModel),
 }
 
