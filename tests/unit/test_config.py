@@ -198,8 +198,7 @@ def test_the_device_that_is_there(cuda, count, name, device):
 
 
 @pytest.mark.parametrize(
-    ("count", "local_rank", "device"),
-    [(4, 3, "cuda:3"), (1, 3, "cuda:0"), (2, 3, "cuda:1"), (8, 0, "cuda:0")],
+    ("count", "local_rank", "device"), [(4, 3, "cuda:3"), (1, 3, "cuda:0"), (2, 3, "cuda:1"), (8, 0, "cuda:0")]
 )
 @pytest.mark.parametrize("name", ["auto", "cuda"])
 def test_each_process_of_a_machine_takes_a_device_that_it_sees(cuda, monkeypatch, count, local_rank, device, name):
