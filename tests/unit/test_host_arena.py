@@ -141,9 +141,8 @@ class Operations(RuleBasedStateMachine):
             self.touched -= set(range(-(-block.start // page), (block.start + block.nbytes) // page))
 
     def touch(self, block: ArenaBlock) -> None:
-        page = mmap.PAGESIZE
         if block.nbytes:
-            self.touched |= set(range(block.start // page, -(-(block.start + block.nbytes) // page)))
+            self.touched |= set(range(block.start // mmap.PAGESIZE, -(-(block.start + block.nbytes) // mmap.PAGESIZE)))
 
     @rule()
     def compact(self) -> None:
