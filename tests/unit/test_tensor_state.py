@@ -28,7 +28,7 @@ LEGAL = {
 }
 
 
-@pytest.mark.parametrize(("old", "new"), product(TensorState, repeat=2))
+@pytest.mark.parametrize(("old", "new"), list(product(TensorState, repeat=2)))
 def test_a_legal_transition_passes_and_another_names_the_parameter_and_both_states(old, new):
     refused = pytest.raises(TrainingError, match=rf"'layer\.weight'.*\b{old.name}\b.*\b{new.name}\b")
     with nullcontext() if (old, new) in LEGAL else refused:

@@ -4,13 +4,19 @@ import threading
 
 import pytest
 import torch
-from fake_cuda import MIB, FakeCuda, fake_cuda  # noqa: F401
+from fake_cuda import MIB, FakeCuda, install
 
 from patrickstar._memory import workspaces
 from patrickstar._memory.hardware import Hardware
 from patrickstar.errors import BudgetError
 
 SECOND = torch.device("cuda", 1)
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch):
+    """Replace PyTorch's CUDA calls."""
+    return install(monkeypatch)
 
 
 @pytest.fixture
@@ -58,10 +64,9 @@ def test_workspaces_of_all_threads_count(fake_cuda: FakeCuda, multiplied, before
 @pytest.mark.parametrize(
     ("config", "lt_kib", "major", "expected"),
     [
-        *(
-            (None, None, major, expected)
-            for major, expected in ((9, 33 * MIB), (10, 33 * MIB), (8, (8320 << 10) + MIB))
-        ),
+        (None, None, 9, 33 * MIB),
+        (None, None, 10, 33 * MIB),
+        (None, None, 8, (8320 << 10) + MIB),
         (":4096:8", None, 8, 33 * MIB),
         (":4096:2:16:8", None, 9, (8320 << 10) + MIB),
         (":16:8", "4096", 9, (128 << 10) + 4 * MIB),
