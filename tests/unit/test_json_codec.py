@@ -5,8 +5,9 @@ from collections import Counter, OrderedDict
 
 import numpy
 import torch
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from sampling import fixed_draws
+from sampling import draws
 
 from patrickstar._checkpoint import json_codec
 
@@ -25,7 +26,8 @@ data = st.recursive(
 )
 
 
-@fixed_draws(100)(data)
+@settings(max_examples=draws(100))
+@given(data)
 def test_plain_data_round_trip(value):
     decoded = json_codec.loads(json_codec.dumps(value, "value"), "value")
     assert decoded == value and repr(decoded) == repr(value)
