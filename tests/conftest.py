@@ -45,7 +45,7 @@ def pytest_configure(config):
 
 LONGEST = (
     "test_gpu_rehearsal.py",
-    "test_interpreted_kernels",
+    "test_own_process",
     "test_the_measured_process",
     "distributed/test_cli.py",
     "distributed/test_torchrun.py",

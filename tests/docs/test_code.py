@@ -3,6 +3,7 @@
 import gc
 import re
 import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from sampling import nightly
 
 import patrickstar as ps
+from patrickstar._plan import search
 
 from .pages import DOCS, LANGUAGES, PAGES, SETUPS, Block, blocks, commands
 from .shell import run_report
@@ -35,18 +37,13 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     if not nightly():
         monkeypatch.setattr("patrickstar._plan.planner.BATCHES", (4, 16))  # of 8: plans search all
+        few = partial(search.largest_batch, below=8)  # each batch is traced, and that of a tiny model is a million
+        monkeypatch.setattr(search, "largest_batch", few)
     gc.collect()  # tensors of other tests would count, and budgets of pages are small
     return tmp_path
 
 
-LONG = {"planning": "searches the plans of two models"}
-
-
-def of_page(page):
-    return pytest.param(page, id=page.stem, marks=[pytest.mark.long(LONG[page.stem])] if page.stem in LONG else [])
-
-
-@pytest.mark.parametrize("page", [of_page(page) for page in WITH_CODE])
+@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.stem)
 def test_the_code_of_a_page_runs(page: Path, folder: Path, capsys: pytest.CaptureFixture[str]):
     torch.manual_seed(0)
     namespace = {"__name__": "__main__", "ps": ps}

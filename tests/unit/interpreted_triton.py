@@ -1,4 +1,4 @@
-"""Triton kernels in Triton's interpreter, compared with the eager backend: a process of `test_triton_backend.py`."""
+"""Triton kernels in Triton's interpreter, compared with the eager backend: a process of `test_own_process.py`."""
 
 import kernel_cases
 import pytest
@@ -87,7 +87,7 @@ def test_gradient_statistics_of_several_launches(fused, monkeypatch):
     kernel = fused._kernels.grad_stats_kernel
     monkeypatch.setattr(fused._kernels, "grad_stats_kernel", Counted(kernel, launches))
     generator = torch.Generator().manual_seed(0)
-    numels = (1, 2, 3, 4, 9_000, 999, 5_000, 20_000, 1)
+    numels = (1, 2, 3, 4, 9_000, 999, 20_000, 1)
     gradients = [Gradient(kernel_cases.numbers(numel, torch.bfloat16, generator, special=False)) for numel in numels]
     assert fused.grad_stats(gradients, ()) == kernel_cases.EagerBackend().grad_stats(gradients, ())
     assert len(launches) == 5
@@ -99,8 +99,11 @@ def test_masters_are_rounded_to_nearest_even(fused, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *OTHERS], ids=str)
-def test_gradient_statistics_add_in_the_same_order(fused, dtype):
-    kernel_cases.check_survey(fused, dtype)
+def test_gradient_statistics_add_in_the_same_order(fused, dtype, monkeypatch):
+    """With more blocks per program than on a GPU unless all draws run: a program takes a fifth of a second."""
+    if not nightly():
+        monkeypatch.setattr(triton_backend, "PROGRAM_BLOCKS", 16)
+    kernel_cases.check_survey(fused, dtype, all_sizes=nightly())
 
 
 def test_gradient_statistics_of_nothing_are_empty(fused):

@@ -3,9 +3,7 @@
 from patrickstar._perf_model.machine_spec import DiskDrive, Gpu, Host, Links, Machine, Network
 
 LAPTOP = Machine(
-    name="laptop",
-    source="made up",
-    host=Host(memory="64GiB", memory_bandwidth="20GB", cores=2, matmul_tflops=0.2),
+    name="laptop", source="made up", host=Host(memory="64GiB", memory_bandwidth="20GB", cores=2, matmul_tflops=0.2)
 )
 DESKTOP = Machine(
     name="desktop",

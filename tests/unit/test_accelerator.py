@@ -30,10 +30,8 @@ def test_an_accelerator_does_not_count_emulated_bf16(monkeypatch, module, has_it
 @pytest.mark.parametrize(
     ("free_bytes", "several", "expected"),
     [
-        (80 * GIB, False, 80 * GIB - 3 * GIB // 2),
-        (80 * GIB, True, 80 * GIB - 5 * GIB // 2),
-        (16 * GIB, False, 16 * GIB - 3 * GIB // 2),
-        (16 * GIB, True, 16 * GIB - 5 * GIB // 2),
+        *((free * GIB, False, free * GIB - 3 * GIB // 2) for free in (80, 16)),
+        *((free * GIB, True, free * GIB - 5 * GIB // 2) for free in (80, 16)),
         (2 * GIB, False, 2 * GIB * 60 // 100),
         (0, False, 0),
     ],

@@ -54,12 +54,6 @@ def test_any_start(variant, rule, numel, grad, param, accumulated, firsts):
         assert (chunks[name][:first] == AROUND).all() and (chunks[name][first + numel :] == AROUND).all()
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3, 4])
-@pytest.mark.parametrize("variant", implementations.NATIVE)
-def test_any_number_of_threads(variant, threads):
-    Lists.drawn(ADAM, 4 * PIECE + 77).check(CppBackend.find(variant, threads), elsewhere=(0,))
-
-
 @pytest.mark.parametrize("variant", implementations.NATIVE)
 @given(
     st.sampled_from(RULES),
@@ -75,7 +69,9 @@ def test_a_cut_anywhere_changes_nothing(variant, rule, size_and_cuts, grad, thre
 
 
 @pytest.mark.parametrize("variant", implementations.NATIVE)
-def test_cuts_about_a_piece(variant):
+def test_any_number_of_threads_and_cuts_about_a_piece(variant):
+    for threads in (1, 2, 3, 4):
+        Lists.drawn(ADAM, 4 * PIECE + 77).check(CppBackend.find(variant, threads), elsewhere=(0,))
     lists = Lists.drawn(LION, PIECE + 900, grad=FP16)
     for shard_bounds in ([1], [PIECE - 1], [PIECE], [PIECE + 1], [33, PIECE // 2 + 1, PIECE + 899]):
         lists.check(CppBackend.find(variant, 2), shard_bounds=shard_bounds)

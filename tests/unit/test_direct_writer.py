@@ -35,15 +35,12 @@ def test_a_file_holds_what_was_written_until_its_owner_was_released(tmp_path_fac
     assert file.sums == [xxh3_64_hexdigest(page) for page in pages]
 
 
-def test_a_file_that_exists_is_an_error_with_its_size(tmp_path):
+def test_a_file_that_exists_is_an_error_with_its_size_and_memory_of_other_devices_is_copied_by_pytorch(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match=r"can't write .*/file of 5000 bytes \(4.88 KiB\): File exists"):
         DirectWriter(tmp_path / "file", 5000)
-
-
-def test_memory_of_other_devices_is_copied_by_pytorch(tmp_path):
-    """Memory of an accelerator that is not CUDA is never read as if it lay on the host: that would end the process."""
-    file = DirectWriter(tmp_path / "file", 400)
+    # Memory of an accelerator that is not CUDA is never read as if it lay on the host: that would end the process.
+    file = DirectWriter(tmp_path / "other", 400)
     with pytest.raises(NotImplementedError, match="meta tensor"):
         file.write(torch.empty(100, device=META))
     file.abandon()

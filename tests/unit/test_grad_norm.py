@@ -47,8 +47,7 @@ def sum_of_squares(values: np.ndarray) -> float:
 def gradient_of_the_update(grad: Gradient, scales) -> np.ndarray:
     """Return the gradient that the update uses: accumulated and scaled, in float32."""
     values = ieee.widened(grad.latest)
-    if grad.accumulated is not None:
-        values = ieee.add(grad.accumulated.numpy(), values)
+    values = values if grad.accumulated is None else ieee.add(grad.accumulated.numpy(), values)
     for scale in scales:
         values = ieee.multiply(values, ieee.rounded(scale))
     return values
@@ -225,10 +224,7 @@ def test_a_norm_is_the_root_of_sums_added_as_a_block():
     assert GradStats((1.0, math.inf)).norm == math.inf
     for sums in ((math.nan,), (1.0, math.nan), (math.inf, math.nan), (-math.nan,)):
         assert math.isnan(GradStats(sums).norm)
-
-
-def test_a_norm_of_tiny_gradients_does_not_vanish():
-    """The squares of float32 denormals are representable in float64."""
+    # The squares of float32 denormals are representable in float64.
     assert EagerBackend().grad_stats([Gradient(torch.full((4,), 1e-45))], ()).norm == 2 * 2.0**-149
 
 

@@ -20,16 +20,16 @@ def test_a_folder_holds_all_tensors_in_files_of_the_size(tmp_path, max_bytes, fi
     shards = shards_of(entries, max_bytes)
     ordered = [TENSORS[entry.name] for shard in shards.values() for entry in shard]
     write_model_folder(tmp_path, shards, iter(ordered), {"config.json": "{}"})
-    found = [load_file(path) for path in sorted(tmp_path.glob("*.safetensors"))]
+    found = {path.name: load_file(path) for path in sorted(tmp_path.glob("*.safetensors"))}
     assert len(found) == files
-    assert all(len(file) == 1 or sum(value.nbytes for value in file.values()) <= max_bytes for file in found)
-    whole = {name: value for file in found for name, value in file.items()}
+    assert all(len(file) == 1 or sum(value.nbytes for value in file.values()) <= max_bytes for file in found.values())
+    whole = {name: value for file in found.values() for name, value in file.items()}
     assert whole.keys() == TENSORS.keys() and all(torch.equal(whole[name], value) for name, value in TENSORS.items())
     assert (tmp_path / "config.json").read_text() == "{}"
     if files > 1:
         index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
         assert index["metadata"] == {"total_size": sum(value.nbytes for value in TENSORS.values())}
-        assert all(name in load_file(tmp_path / file) for name, file in index["weight_map"].items())
+        assert all(name in found[file] for name, file in index["weight_map"].items())
 
 
 def test_the_dtype_of_a_folder_represents_those_of_its_tensors():

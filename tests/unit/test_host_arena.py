@@ -38,12 +38,17 @@ def test_blocks_fill_an_arena_of_exactly_their_size(sizes):
     assert arena.allocate(sum(sizes)).start == 0
 
 
-def test_empty_arena_allocates_only_empty_blocks():
+def test_an_empty_arena_allocates_empty_blocks_and_memory_outlives_its_arena_while_a_view_exists():
     arena = HostArena(0)
     assert not arena.page_locked, "there is nothing to lock"
     assert arena.allocate(1) is None
     assert arena.view(arena.allocate(0), torch.float32).shape == (0,)
     arena.close()
+    arena = HostArena(4096)
+    view = arena.view(filled(arena, 4096, 7), torch.uint8)
+    arena.close()
+    del arena
+    assert set(view.tolist()) == {7}
 
 
 def test_views_share_the_arena_memory_in_any_dtype():
@@ -81,14 +86,6 @@ def test_free_for_good_returns_pages_to_the_system():
     again = arena.allocate(8 * page)
     assert again.start == large.start and arena.touched_bytes == 9 * page
     assert content(arena, again) == {0, 2}, "zeroed pages between the two that stayed"
-
-
-def test_memory_outlives_the_arena_while_a_view_exists():
-    arena = HostArena(4096)
-    view = arena.view(filled(arena, 4096, 7), torch.uint8)
-    arena.close()
-    del arena
-    assert set(view.tolist()) == {7}
 
 
 class Operations(RuleBasedStateMachine):
@@ -141,9 +138,8 @@ class Operations(RuleBasedStateMachine):
             self.touched -= set(range(-(-block.start // page), (block.start + block.nbytes) // page))
 
     def touch(self, block: ArenaBlock) -> None:
-        page = mmap.PAGESIZE
         if block.nbytes:
-            self.touched |= set(range(block.start // page, -(-(block.start + block.nbytes) // page)))
+            self.touched |= set(range(block.start // mmap.PAGESIZE, -(-(block.start + block.nbytes) // mmap.PAGESIZE)))
 
     @rule()
     def compact(self) -> None:

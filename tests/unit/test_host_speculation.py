@@ -37,12 +37,8 @@ def test_blocks_that_are_kept_are_not_taken():
     first = update()
     assert blocks.take(first) and blocks.keep(first)
     assert not blocks.take(update()) and first.blocks is not None
-
-
-def test_an_update_without_blocks_has_nothing_to_keep():
-    _, blocks = spare(0)
-    late = update()
-    assert not blocks.take(late) and not blocks.keep(late)
+    (_, none), late = spare(0), update()
+    assert not none.take(late) and not none.keep(late), "an update without blocks has nothing to keep"
 
 
 def test_all_memory_is_released():

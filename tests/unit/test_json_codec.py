@@ -5,16 +5,15 @@ from collections import Counter, OrderedDict
 
 import numpy
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import draws
 
 from patrickstar._checkpoint import json_codec
 
 leaves = (
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5) | st.binary(max_size=5)
 )
-
-
 data = st.recursive(
     leaves,
     lambda inner: (
@@ -27,6 +26,7 @@ data = st.recursive(
 )
 
 
+@settings(max_examples=draws(100))
 @given(data)
 def test_plain_data_round_trip(value):
     decoded = json_codec.loads(json_codec.dumps(value, "value"), "value")

@@ -26,20 +26,10 @@ def test_a_desktop_of_parts_is_the_desktop():
     assert (own.gpu, own.host, own.disk) == (whole.gpu, whole.host, whole.disk)
 
 
-@pytest.mark.parametrize(
-    ("written", "name"),
-    [
-        ("RTX 4090", "rtx4090"),
-        ("GeForce RTX 5090", "rtx5090"),
-        ("4090", "rtx4090"),
-        ("A100", "a100-80gb"),
-        ("A100-80GB", "a100-80gb"),
-        ("NVIDIA H100", "h100"),
-        ("MI300X", "mi300x"),
-    ],
-)
-def test_a_gpu_is_found_as_people_write_it(written, name):
-    assert find_gpu(written)[0] == name
+def test_a_gpu_is_found_as_people_write_it():
+    written = ["RTX 4090", "GeForce RTX 5090", "4090", "A100", "A100-80GB", "NVIDIA H100", "MI300X"]
+    names = ["rtx4090", "rtx5090", "rtx4090", "a100-80gb", "a100-80gb", "h100", "mi300x"]
+    assert [find_gpu(each)[0] for each in written] == names
 
 
 def test_all_gpus_are_machines():

@@ -107,6 +107,8 @@ def test_what_is_cast_already_is_not_copied():
     tensor, ids = torch.ones(2, dtype=BF16), torch.ones(2, dtype=torch.int64)
     found = cast({"x": [tensor], "ids": ids})
     assert found["x"][0] is tensor and found["ids"] is ids
+    assert cast(torch.Size([2, 3])) == torch.Size([2, 3])
+    assert cast(Batch) is Batch and cast("abc") == "abc", "these are no containers"
 
 
 def test_inputs_go_to_the_device_and_the_callers_containers_are_left_alone():
@@ -147,12 +149,6 @@ def test_a_packed_sequence_keeps_its_batch_sizes_where_pytorch_wants_them():
     moved = cast_inputs(packed, BF16, torch.device("meta"))
     assert moved.data.device.type == "meta"
     assert moved.batch_sizes.device.type == "cpu"
-
-
-def test_shapes_types_and_strings_are_no_containers():
-    assert cast(torch.Size([2, 3])) == torch.Size([2, 3])
-    assert cast(Batch) is Batch
-    assert cast("abc") == "abc"
 
 
 def test_all_tensors_are_found_once_wherever_they_are():

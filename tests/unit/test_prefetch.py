@@ -205,7 +205,7 @@ class Visits(list):
         return super().__getitem__(at)
 
 
-@pytest.mark.parametrize("layers", [20, 200])
+@pytest.mark.parametrize("layers", [20, 80, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fit", [2, 10, 20, 200])
 def test_asking_again_costs_the_same_for_any_length(layers, fit):
     """Use one operator per layer and many moments without accesses."""

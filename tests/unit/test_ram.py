@@ -88,11 +88,8 @@ def test_a_container_sees_its_own_group_at_the_mount(machine, path):
     assert machine(f"4:memory:{path}\n", mount, v1("", 4 * GIB, GIB)).available_bytes == 3 * GIB
 
 
-def test_a_system_without_groups_is_measured(monkeypatch):
+def test_without_groups_and_where_others_have_left_little_half_of_it_stays_free(monkeypatch):
     monkeypatch.setattr(ram, "_PROC_SELF", Path("/does/not/exist"))
     assert len(measure_ram().limits) == 1
-
-
-def test_where_others_have_left_little_half_of_it_stays_free():
     assert Ram((RamLimit(TOTAL, 12 * GIB),)).default_bytes() == 6 * GIB
     assert Ram((RamLimit(TOTAL, 30 * GIB),)).default_bytes(20 * GIB) == 5 * GIB

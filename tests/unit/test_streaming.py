@@ -48,15 +48,12 @@ def layer_by_layer(layers: int, operator_bytes: int = 0) -> Trace:
     return Trace(moments)
 
 
-def test_a_pass_moves_what_exceeds_the_budget():
+def test_a_pass_moves_what_exceeds_the_budget_and_chunks_that_are_used_twice_stay():
     trace, nbytes = layer_by_layer(20), dict.fromkeys(range(20), 10)
     fetched, late = passes(StreamingPrefetch(trace, nbytes, 120), 4)[-1]
     assert (fetched, late) == (10 * (20 - 12 + 2), 0)
     every, _ = passes(AggressivePrefetch(trace, nbytes, 120), 4)[-1]
     assert every == 10 * 20, "the policy of steps replaces every chunk"
-
-
-def test_chunks_that_are_used_twice_stay():
     trace = Trace([*layer_by_layer(20).moments, Moment((0,)), Moment(())])
     policy = StreamingPrefetch(trace, dict.fromkeys(range(20), 10), 50)
     assert policy.resident == {0, 1, 2}

@@ -1,5 +1,6 @@
 """Tensor states: legal and illegal transitions, and the chunk state of Table 1."""
 
+from contextlib import nullcontext
 from itertools import combinations_with_replacement, product
 
 import pytest
@@ -25,17 +26,12 @@ LEGAL = {
     (AFTER_FWD, FREE): "freed",
     (AFTER_BWD, FREE): "freed",
 }
-PAIRS = list(product(TensorState, repeat=2))
 
 
-@pytest.mark.parametrize(("old", "new"), LEGAL)
-def test_a_legal_transition_passes(old, new):
-    check_transition("layer.weight", old, new)
-
-
-@pytest.mark.parametrize(("old", "new"), [pair for pair in PAIRS if pair not in LEGAL])
-def test_an_illegal_transition_names_the_parameter_and_both_states(old, new):
-    with pytest.raises(TrainingError, match=rf"'layer\.weight'.*\b{old.name}\b.*\b{new.name}\b"):
+@pytest.mark.parametrize(("old", "new"), list(product(TensorState, repeat=2)))
+def test_a_legal_transition_passes_and_another_names_the_parameter_and_both_states(old, new):
+    refused = pytest.raises(TrainingError, match=rf"'layer\.weight'.*\b{old.name}\b.*\b{new.name}\b")
+    with nullcontext() if (old, new) in LEGAL else refused:
         check_transition("layer.weight", old, new)
 
 

@@ -8,7 +8,7 @@ from patrickstar._cli.time_limit import TimeLimit
 from patrickstar.errors import ConfigError
 
 
-def test_a_run_ends_before_a_step_that_would_not_fit():
+def test_a_run_ends_before_a_step_that_would_not_fit_and_never_without_a_limit():
     now = [100.0]
     limit = TimeLimit(2, lambda: now[0])
     assert limit.left_s == 120
@@ -16,11 +16,7 @@ def test_a_run_ends_before_a_step_that_would_not_fit():
     assert limit.left_s == 20 and not limit.is_due(20) and limit.is_due(20.5)
     now[0] += 60
     assert limit.left_s == -40 and limit.is_due(0.0)
-
-
-def test_without_a_limit_every_step_fits():
-    limit = TimeLimit(None)
-    assert limit.left_s == math.inf and not limit.is_due(1e9)
+    assert TimeLimit(None).left_s == math.inf and not TimeLimit(None).is_due(1e9)
 
 
 @pytest.mark.parametrize("minutes", [0.0, -1.0, math.nan, math.inf])

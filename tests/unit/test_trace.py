@@ -43,8 +43,5 @@ def test_uses_are_sorted_and_complete(moments):
 def test_the_peak_is_the_largest_of_all_moments(non_model):
     trace = Trace([Moment((), nbytes) for nbytes in non_model])
     assert trace.peak_non_model_bytes == max([0, *non_model])
-
-
-def test_traces_share_nothing():
     Trace().moments.append(Moment((1,)))
-    assert Trace().moments == []
+    assert Trace().moments == [], "traces share nothing"

@@ -1,18 +1,14 @@
 """Triton kernels without a GPU: their results in the interpreter, and the code they are compiled to."""
 
 import importlib.util
-import os
 import re
-import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import kernel_cases
 import pytest
 import torch
-from sampling import NIGHTLY, nightly
 
 import patrickstar._kernels
 from patrickstar._kernels import triton_backend
@@ -20,23 +16,9 @@ from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.eager_backend import EagerBackend
 from patrickstar._kernels.update_rule import Gradient, Rule, Span
 
-TESTS = Path(__file__).parents[1]
-
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed: pip install triton"
 )
-
-
-@needs_triton
-@pytest.mark.long("the interpreter takes a tenth of a second for each block of a sum, and a second row takes 33")
-@pytest.mark.parametrize("selected", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
-def test_interpreted_kernels_give_the_bits_of_the_list(selected):
-    # Triton reads the variable when it is imported, which may already have happened in this process.
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", selected]
-    command += ["unit/interpreted_triton.py", *(["--hypothesis-profile", NIGHTLY] if nightly() else [])]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    result = subprocess.run(command, cwd=TESTS, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout[-10000:] + result.stderr
 
 
 class NoDevice:

@@ -4,14 +4,9 @@ The reference is in `rule_lists.py` and `ieee.py`. It takes only the hyper-param
 """
 
 import math
-import os
-import platform
-import subprocess
-import sys
 from fractions import Fraction
 from functools import cache
 from itertools import product
-from pathlib import Path
 
 import ieee
 import implementations
@@ -22,7 +17,8 @@ from hypothesis import assume
 from hypothesis import strategies as st
 from kernel_cases import Lists
 from rule_lists import LISTS
-from sampling import NIGHTLY, fixed_draws, nightly
+from sampling import fixed_draws
+from torch_without_avx import x86_only
 
 from patrickstar._kernels.adam import AdamRule
 from patrickstar._kernels.adam_8bit import Adam8bitRule
@@ -257,23 +253,6 @@ def test_a_master_of_double_precision_goes_through_the_same_list(rule):
 
 
 # PyTorch's optimizers
-
-
-x86_only = pytest.mark.skipif(
-    platform.machine() not in ("x86_64", "AMD64"),
-    reason=f"on {platform.machine()} PyTorch contracts multiplications and additions into one in its plainest code too",
-)
-
-
-@x86_only
-def test_without_vector_instructions_pytorch_gives_these_bits():
-    # PyTorch reads the variable once per process.
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "unit/torch_without_avx.py"]
-    command += ["--hypothesis-profile", NIGHTLY] if nightly() else []
-    environment = {**os.environ, "ATEN_CPU_CAPABILITY": "default"}
-    tests = Path(__file__).parents[1]
-    result = subprocess.run(command, cwd=tests, env=environment, capture_output=True, text=True, timeout=600)
-    assert result.returncode == 0, result.stdout[-10000:] + result.stderr
 
 
 LR = 1e-3

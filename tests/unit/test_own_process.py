@@ -1,0 +1,26 @@
+"""Tests in a process of their own, since libraries read variables of the environment when they are imported."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from sampling import NIGHTLY, nightly
+
+VARIABLES = {"TRITON_INTERPRET": "1", "ATEN_CPU_CAPABILITY": "default"}
+FILES = ["torch_without_avx.py"] + ["interpreted_triton.py"] * (importlib.util.find_spec("triton") is not None)
+
+
+@pytest.mark.long("imports torch, and interprets kernels: a fifth of a second for each program of a sum")
+@pytest.mark.parametrize("selected", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_interpreted_kernels_and_operators_without_vector_instructions_give_the_bits_of_the_list(selected):
+    if selected == "slow" and len(FILES) == 1:
+        pytest.skip("Triton is not installed: pip install triton")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", selected, *FILES]
+    command += ["--hypothesis-profile", NIGHTLY] if nightly() else []
+    result = subprocess.run(
+        command, cwd=Path(__file__).parent, env=os.environ | VARIABLES, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stdout[-10000:] + result.stderr
