@@ -36,6 +36,8 @@ class ManagedParam:
     region: Region
     shard_chunk: Chunk
     shard_start: int = 0
+    given_dtype: torch.dtype | None = None
+    """Dtype of the values that the engine was given."""
     embedding: bool = False
     """True if only embedding lookups read the parameter; its chunk holds nothing else."""
     on_host: bool = False
@@ -119,6 +121,12 @@ class ManagedParam:
     def full_dtype(self) -> torch.dtype:
         dtype: torch.dtype = getattr(torch, self.schema.master_dtype) if self.schema.trained else self.chunk.dtype
         return dtype
+
+    @property
+    def loses_digits(self) -> bool:
+        """True if the parameter is frozen and was given in a dtype with more bits than its chunk has."""
+        given = self.given_dtype if self.given_dtype is not None else self.chunk.dtype
+        return not self.schema.trained and given.is_floating_point and given.itemsize > self.chunk.dtype.itemsize
 
     @property
     def row_major(self) -> bool:
