@@ -36,7 +36,9 @@ def test_close_says_what_was_rounded(caplog, precision, dtype, name):
     assert f"2 frozen parameters, 72 elements, come back in {name}, as chunks held them: 144 B of 288 B" in said
     assert "from '0.weight' on" in said and "merge_and_unload" in said
     for key, value in model.state_dict().items():
-        torch.testing.assert_close(value, values[key].to(dtype) if key.startswith("0.") else values[key], rtol=0, atol=0)
+        torch.testing.assert_close(
+            value, values[key].to(dtype) if key.startswith("0.") else values[key], rtol=0, atol=0
+        )
 
 
 @pytest.mark.parametrize(

@@ -39,4 +39,6 @@ def _cpuinfo(field: str) -> str:
     """Return a field of the first processor in Linux's table; empty without one."""
     table = Path("/proc/cpuinfo")
     lines = table.read_text(encoding="utf-8", errors="replace").splitlines() if table.is_file() else []
-    return next((value.strip() for key, _, value in (line.partition(":") for line in lines) if key.strip() == field), "")
+    return next(
+        (value.strip() for key, _, value in (line.partition(":") for line in lines) if key.strip() == field), ""
+    )

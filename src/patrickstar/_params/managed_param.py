@@ -36,8 +36,6 @@ class ManagedParam:
     region: Region
     shard_chunk: Chunk
     shard_start: int = 0
-    given_dtype: torch.dtype | None = None
-    """Dtype of the values that the engine was given."""
     embedding: bool = False
     """True if only embedding lookups read the parameter; its chunk holds nothing else."""
     on_host: bool = False
@@ -59,6 +57,8 @@ class ManagedParam:
     """Shape and strides of the whole parameter, if it is a DTensor: the chunk holds its local tensor."""
     sharding: ParamSharding | None = None
     """With several processes: the part of the parameter that this process holds."""
+    given_dtype: torch.dtype | None = None
+    """Dtype of the values that the engine was given."""
     device_view: torch.Tensor | None = field(default=None, repr=False)
     absent_view: torch.Tensor = field(init=False, repr=False)
     """What the Parameter views while its values are not on the device. See [Note: placeholders]."""

@@ -42,8 +42,8 @@ def _about_waits(run: Run, timeline: StepTimeline, stalls: Sequence[NamedStall])
     seconds, waited_s = timeline.seconds, stalled_s(stalls)
     if waited_s < WORTH * seconds:
         return [
-            f"Computation waits for {waited_s / seconds:.1%} of the step: neither more memory nor faster transfers would "
-            f"make it faster, only faster or fewer operations."
+            f"Computation waits for {waited_s / seconds:.1%} of the step: neither more memory nor faster transfers "
+            f"would make it faster, only faster or fewer operations."
         ]
     try:
         found = _estimates(StepModel.of(run, timeline, stalls), timeline)
