@@ -26,8 +26,8 @@ def warn_of_lost_digits(params: Iterable[ManagedParam]) -> None:
     dtypes = ", ".join(sorted({str(managed.chunk.dtype).removeprefix("torch.") for managed in found}))
     _log.warning(
         "engine.close(): %d frozen parameters, %s elements, come back in %s, as chunks held them: %s of %s, from %r "
-        "on. Digits that %s does not have are lost. To merge adapters without this loss, save them, load the base model "
-        "again and merge there: PeftModel.from_pretrained(base, folder).merge_and_unload()",
+        "on. Digits that %s does not have are lost. To merge adapters without this loss, save them, load the base "
+        "model again and merge there: PeftModel.from_pretrained(base, folder).merge_and_unload()",
         len(found),
         f"{sum(managed.numel for managed in found):,}",
         dtypes,
