@@ -1,6 +1,7 @@
 """Every Python block of the documentation runs, page by page, and prints what the page says."""
 
 import gc
+import re
 import warnings
 from pathlib import Path
 
@@ -83,6 +84,12 @@ def test_each_block_has_a_language_that_is_checked():
 def test_each_download_has_its_page():
     assert DOWNLOADS.keys() <= {page.stem for page in WITH_CODE}
     assert (DOCS / "tutorial.md") in WITH_CODE
+
+
+def test_no_page_uses_a_name_that_transformers_deprecates():
+    """Libraries use such names themselves, so that their warnings do not tell."""
+    codes = {block.name: block.code for page in WITH_CODE for block in blocks(page) if block.language == "python"}
+    assert not [name for name, code in codes.items() if re.search(r"[.(,\s]gradient_checkpointing\w*[(=]", code)]
 
 
 def test_warnings_of_this_package_are_errors():
