@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 DOCS = Path(__file__).parents[2] / "docs"
-SETUPS = Path(__file__).parent / "setups"
 PAGES = sorted(DOCS.glob("*.md"))
 LANGUAGES = {"python", "sh", "toml", "text"}
 """Languages of blocks. `text` directly below a block of Python is what that prints; elsewhere it is not checked."""
@@ -56,3 +55,9 @@ def commands(block: Block) -> list[str]:
     joined = re.sub(r"\\\n\s*", "", block.code)
     lines = (re.sub(r"(^|\s)#.*", "", line).strip() for line in joined.splitlines())
     return [line for line in lines if line]
+
+
+def matches(expected: str, found: str) -> bool:
+    """Return whether a text is the expected one, in which "…" stands for anything within a line."""
+    pattern = "[^\n]*".join(re.escape(part) for part in expected.strip().split("…"))
+    return re.fullmatch(pattern, found.strip()) is not None

@@ -10,10 +10,10 @@ import pytest
 import torch
 from sampling import nightly
 
-import patrickstar as ps
 from patrickstar._plan import search
 
-from .pages import DOCS, LANGUAGES, PAGES, SETUPS, Block, blocks, commands
+from .downloads import DOWNLOADS
+from .pages import DOCS, LANGUAGES, PAGES, Block, blocks, commands, matches
 from .shell import run_report
 
 # Pages show what users write, whose libraries may warn; this package may not.
@@ -25,10 +25,6 @@ pytestmark = [
 ]
 
 WITH_CODE = [page for page in PAGES if any(block.language == "python" for block in blocks(page))]
-SMALLER = {"llama-3.2-1b": "gpt-10m"}
-"""Models of pages that take long to plan, and those that `make test` plans in their place."""
-DIRECTORIES = ("/scratch", "/nvme", "/fast/disk")
-"""Directories of pages, in place of which a temporary one is used."""
 
 
 @pytest.fixture
@@ -46,17 +42,16 @@ def folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.stem)
 def test_the_code_of_a_page_runs(page: Path, folder: Path, capsys: pytest.CaptureFixture[str]):
     torch.manual_seed(0)
-    namespace = {"__name__": "__main__", "ps": ps}
-    setup = SETUPS / f"{page.stem.replace('-', '_')}.py"
-    if setup.exists():
-        exec(compile(setup.read_text(), setup, "exec"), namespace)
+    if page.stem in DOWNLOADS:
+        DOWNLOADS[page.stem](folder)
+    namespace: dict[str, object] = {"__name__": "__main__"}
     capsys.readouterr()
     printed = None
     for block in blocks(page):
         if block.not_run:
             printed = None
         elif block.language == "python":
-            run(block, namespace, folder)
+            run(block, namespace)
             printed = capsys.readouterr().out
         elif block.language == "sh":
             for command in commands(block):
@@ -67,20 +62,9 @@ def test_the_code_of_a_page_runs(page: Path, folder: Path, capsys: pytest.Captur
             assert matches(block.code, printed), f"{block.name}: the page says\n{block.code}\nand it prints\n{printed}"
 
 
-def run(block: Block, namespace: dict[str, object], directory: Path) -> None:
+def run(block: Block, namespace: dict[str, object]) -> None:
     """Run a block of Python. Line numbers in tracebacks are those of the page."""
-    code = block.code
-    for name in DIRECTORIES:
-        code = code.replace(f'"{name}"', repr(str(directory)))
-    for name, smaller in ({} if nightly() else SMALLER).items():
-        code = code.replace(f'"{name}"', repr(smaller))
-    exec(compile("\n" * (block.line - 1) + code, block.page, "exec"), namespace)
-
-
-def matches(expected: str, found: str) -> bool:
-    """Return whether a text is the expected one, in which "…" stands for anything within a line."""
-    pattern = "[^\n]*".join(re.escape(part) for part in expected.strip().split("…"))
-    return re.fullmatch(pattern, found.strip()) is not None
+    exec(compile("\n" * (block.line - 1) + block.code, block.page, "exec"), namespace)
 
 
 def test_outputs_are_compared():
@@ -95,10 +79,15 @@ def test_each_block_has_a_language_that_is_checked():
     assert not wrong, f"blocks of languages other than {', '.join(sorted(LANGUAGES))}: {wrong}"
 
 
-def test_each_setup_has_its_page():
-    stems = {page.stem.replace("-", "_") for page in PAGES}
-    assert {path.stem for path in SETUPS.glob("*.py")} <= stems
+def test_each_download_has_its_page():
+    assert DOWNLOADS.keys() <= {page.stem for page in WITH_CODE}
     assert (DOCS / "tutorial.md") in WITH_CODE
+
+
+def test_no_page_uses_a_name_that_transformers_deprecates():
+    """Libraries use such names themselves, so that their warnings do not tell."""
+    codes = {block.name: block.code for page in WITH_CODE for block in blocks(page) if block.language == "python"}
+    assert not [name for name, code in codes.items() if re.search(r"[.(,\s]gradient_checkpointing\w*[(=]", code)]
 
 
 def test_warnings_of_this_package_are_errors():

@@ -132,6 +132,32 @@ def test_prompts_are_saved_as_by_the_stock_trainer(tmp_path, kind):
     assert files[0] == files[1]
 
 
+def test_a_merge_into_the_base_of_the_file_loses_nothing(tmp_path, caplog):
+    """The two merges of docs/peft.md: into the base that `close` returned, and into the base that was loaded."""
+    torch.manual_seed(0)
+    base = gpt2()
+    base.save_pretrained(tmp_path / "base")
+    name = "transformer.h.0.attn.c_attn.weight"
+    before = base.get_parameter(name).detach().clone()
+    assert before.dtype == torch.float32
+    model = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["c_attn"]))
+    one = trainer(tmp_path / "run", model, bf16=True, learning_rate=1e-4)
+    one.train()
+    one.save_model(tmp_path / "adapters")
+    one.engine.close()
+    assert "frozen parameters" in caplog.text and "PeftModel.from_pretrained(base, folder)" in caplog.text
+    saved = peft.utils.load_peft_weights(tmp_path / "adapters", device="cpu")
+    a, b = (saved[f"base_model.model.{name.removesuffix('.weight')}.lora_{part}.weight"] for part in "AB")
+    delta = model.peft_config["default"].lora_alpha / 4 * (b @ a).T
+    assert a.dtype == torch.float32 and delta.norm() > 0
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    merged = peft.PeftModel.from_pretrained(loaded, tmp_path / "adapters").merge_and_unload()
+    assert_same_bits([before + delta], [merged.get_parameter(name).detach()], "merged into the loaded base")
+    rounded = model.merge_and_unload().get_parameter(name).detach()
+    assert rounded.dtype == torch.bfloat16
+    assert (rounded - (before + delta)).norm() > 0.1 * delta.norm()
+
+
 def adaptive():
     config = peft.AdaLoraConfig(target_modules=["c_attn"], total_step=8, tinit=1, tfinal=2, init_r=4, target_r=2)
     return peft.get_peft_model(gpt2(), config)

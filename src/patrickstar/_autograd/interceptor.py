@@ -23,6 +23,7 @@ from patrickstar._autograd.param_attributes import (
     check_written_precision,
     copied_in_full,
 )
+from patrickstar._autograd.timed_product import TimedProduct
 from patrickstar._autograd.transforms import run_on_copies, version_of
 from patrickstar._autograd.windows import GraphSnapshot, HiddenNodes, Window
 from patrickstar._distributed.param_sharding import local_part
@@ -202,6 +203,7 @@ class Interceptor:
             if func is torch.Tensor.copy_:
                 args, copied = copied_in_full(args)
         versions = [version_of(tensor) for tensor in tensors]
+        timed = TimedProduct.begin(func, args, managed_params, self.data.manager)
         if func is F.embedding and managed_params[0].embedding:
             out = embedding_lookup(args, kwargs, managed_params[0], self.data.manager, self.gradient_hooks)
         else:
@@ -214,6 +216,8 @@ class Interceptor:
                     self.data_attribute.follow(managed)
         if func is not F.embedding:  # its backward reads only the indices
             self.track_outputs(out, managed_params, before, held)
+        if timed is not None:  # after the hooks that open its window
+            timed.end(out, before)
         return out
 
     def end_operator(self, managed_params: Sequence[ManagedParam], suspended: Window | None) -> None:
@@ -305,10 +309,6 @@ class Interceptor:
         for node in before.added_nodes(outputs) if every else before.added(outputs):
             enter = enter or self._window_prehook(managed_params)
             node.register_prehook(enter)
-
-    def check_assigned_data(self, *, writes: bool) -> None:
-        """See `DataAttribute.check`."""
-        self.data_attribute.check(self, writes=writes)
 
     @contextmanager
     def accessed(self, managed: ManagedParam) -> Iterator[None]:

@@ -10,7 +10,7 @@ from rich.console import Console
 import patrickstar
 from patrickstar._cli.console import print_row
 from patrickstar._dry_run.machine_profile import ROUNDS, benchmark_span, elapsed_s, measure_disk
-from patrickstar._dry_run.precision_choice import SLOW_RATIO, faster_on_cpu, gflops
+from patrickstar._dry_run.precision_choice import SLOW_RATIO
 from patrickstar._dry_run.product_rates import TYPICAL_WIDTH, product_rate
 from patrickstar._kernels.cpp_backend import CppBackend, Unavailable
 from patrickstar._kernels.dispatch import Backend
@@ -23,6 +23,7 @@ from patrickstar._memory.hardware import Hardware
 from patrickstar._memory.machine_name import machine_name
 from patrickstar._memory.memory_meter import host_meter, library_resident_bytes
 from patrickstar._memory.ram import measure_ram
+from patrickstar._perf_model.cpu_precision import faster_on_cpu, gflops
 from patrickstar._perf_model.workload import STATE_BYTES, UPDATE_BYTES
 
 TRIAL_NUMEL = 16_000_000

@@ -1,7 +1,6 @@
 """Choice of the precision of an engine whose configuration leaves it open, and a warning about a slow one."""
 
 import logging
-import math
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from patrickstar._distributed.process_group import Processes
 from patrickstar._distributed.single_process import SINGLE_PROCESS
 from patrickstar._dry_run.product_rates import TYPICAL_WIDTH, product_rate
 from patrickstar._memory.hardware import Hardware
+from patrickstar._perf_model.cpu_precision import faster_on_cpu, gflops
 from patrickstar.config import Config
 
 _log = logging.getLogger(__name__)
@@ -25,8 +25,6 @@ _log = logging.getLogger(__name__)
 # model's weights have. bf16 is the choice unless fp32 is faster by more than the memory that bf16 saves: 14 in place of
 # 16 bytes per parameter. That is also more than the rates of two runs differ by, so that a choice is stable.
 
-LEAST_GAIN = 16 / 14
-"""How much faster than bf16 fp32 has to be: by the ratio of their bytes per parameter, with Adam."""
 SLOW_RATIO = 10
 """A precision that is slower than fp32 by this ratio draws a warning."""
 
@@ -120,11 +118,6 @@ def _choose(model: nn.Module | Callable[[], nn.Module] | None, device: torch.dev
     return PrecisionChoice(faster_on_cpu(bf16, fp32), reason)
 
 
-def faster_on_cpu(bf16: float, fp32: float) -> str:
-    """Return the precision to choose for these rates of products. See [Note: choice of a precision]."""
-    return "fp32" if fp32 > LEAST_GAIN * bf16 else "bf16"
-
-
 def _described(model: nn.Module | Callable[[], nn.Module] | None, device: torch.device) -> nn.Module | None:
     """Return the model, built on the meta device if it is a function; None if it can't be built there."""
     if model is None or isinstance(model, nn.Module):
@@ -143,9 +136,3 @@ def _described(model: nn.Module | Callable[[], nn.Module] | None, device: torch.
 def _log_choice(choice: PrecisionChoice) -> None:
     # Python shows warnings of loggers by default, and no information. bf16 is what most expect.
     _log.log(logging.INFO if choice.precision == "bf16" else logging.WARNING, "%s", choice)
-
-
-def gflops(rate: float) -> str:
-    """Format a rate in operations per second."""
-    digits = max(0, 1 - math.floor(math.log10(rate / 1e9)))  # two digits of a small one
-    return f"{rate / 1e9:,.{digits}f} GFLOPS"

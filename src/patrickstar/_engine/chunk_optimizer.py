@@ -78,7 +78,7 @@ class ChunkOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._core.check_open()
-        self._core.interceptor.check_assigned_data(writes=True)
+        self._core.interceptor.data_attribute.check(self._core.interceptor, writes=True)
         self._core.step(self.group_by_managed_param(), self.param_groups)
         return loss
 

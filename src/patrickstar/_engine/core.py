@@ -313,7 +313,7 @@ class EngineCore:
     def sync_module_changes(self) -> None:
         """Reject parameters replaced since the last call, and give unfrozen ones the chunk lists of trained ones."""
         with torch._C.DisableTorchFunctionSubclass():
-            self.interceptor.check_assigned_data(writes=False)
+            self.interceptor.data_attribute.check(self.interceptor, writes=False)
             if self._structure is not None and self._structure.unchanged:
                 return
             self.module_hooks.notice(self.modules)

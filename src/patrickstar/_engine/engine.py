@@ -16,6 +16,7 @@ from patrickstar._engine.core import EngineCore
 from patrickstar._engine.engine_call import engine_call
 from patrickstar._engine.engine_state import EngineState
 from patrickstar._engine.engine_view import EngineView
+from patrickstar._engine.lost_digits import warn_of_lost_digits
 from patrickstar._engine.param_init import WeightSource
 from patrickstar._params.precision import cast_inputs
 from patrickstar._schedule.coordination import Request
@@ -289,7 +290,10 @@ class Engine(EngineView, EngineState):
             return total / self.world.size
 
     def close(self, *, keep: bool = True) -> None:
-        """Free all chunks and turn the parameters into ordinary tensors on the host, in full precision.
+        """Free all chunks and turn the parameters into ordinary tensors on the host.
+
+        Trained ones are in full precision. Frozen ones are in the dtype of their chunks, and a warning of this module's
+        logger says so if they were given in one of more bits.
 
         Args:
             keep: Keep the values. If False they become NaN, for models that do not fit in memory.
@@ -297,4 +301,6 @@ class Engine(EngineView, EngineState):
         Raises:
             DiskError, MoveError: A disk or transfer failed, and lost parameters are NaN. All memory has been freed.
         """
+        if keep and not self._core.world.rank and self._core.release.alive:
+            warn_of_lost_digits(self._core.data.managed_params)
         self._core.close(keep)

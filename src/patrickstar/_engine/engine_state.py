@@ -44,7 +44,7 @@ class EngineState:
             ModelError: The model has no entry of a given name.
         """
         self._core.check_open()
-        self._core.interceptor.check_assigned_data(writes=False)
+        self._core.interceptor.data_attribute.check(self._core.interceptor, writes=False)
         with self._core.close_on_data_loss():
             self._core.complete()
             self._core.data.synchronize_processes(Request.STATE)
@@ -107,7 +107,7 @@ class EngineState:
             ConfigError, ModelError: An argument is invalid, or the model cannot be exported.
         """
         self._core.check_open()
-        self._core.interceptor.check_assigned_data(writes=False)
+        self._core.interceptor.data_attribute.check(self._core.interceptor, writes=False)
         export = HFExport(self._core.model_state, dtype, max_shard_bytes)
         with self._core.internal_computation():
             self._core.complete()

@@ -213,6 +213,7 @@ def move_params(
                 sharding=shardings.get(name),
             )
             flat = _own_elements(managed, weights)
+            managed.given_dtype = flat.dtype
             managed.flat(own).copy_(flat)
             if managed.schema.trained:
                 for where, part in data.parts(managed, PARAM32, write=True):

@@ -9,6 +9,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import torch
+
+from patrickstar._dry_run.precision_choice import linear_widths
+from patrickstar._dry_run.product_rates import product_rate
 from patrickstar._engine.core import EngineCore
 from patrickstar._layout.byte_size import format_size
 from patrickstar._memory.machine_name import machine_name
@@ -25,6 +29,9 @@ class RunDescription:
         chunks: Kind, index and bytes of each chunk.
         names: Names of the parameters in each chunk of parameters, by its index.
         started: Time of the begin in ISO format.
+        threads: Number of threads of an operator on the CPU.
+        core_rates: Operations per second at which a core computes products of the model's widths, by precision; empty
+            beside an accelerator, and for a model that keeps other dtypes.
     """
 
     model: str
@@ -41,6 +48,8 @@ class RunDescription:
     chunks: list[tuple[str, int, int]]
     names: dict[int, list[str]]
     started: str
+    threads: int
+    core_rates: dict[str, float]
     format: int = LOG_FORMAT
 
 
@@ -151,8 +160,19 @@ def describe(core: EngineCore) -> RunDescription:
         disk=None if disk is None else str(disk.directory),
         chunks=[(chunk.kind, chunk.index, chunk.nbytes) for chunk in core.manager.chunks.values()],
         names={index: [managed.name for managed in each] for index, each in core.data.by_chunk.items()},
+        threads=torch.get_num_threads(),
+        core_rates=_core_rates(core),
         started=datetime.now(UTC).isoformat(timespec="seconds"),
     )
+
+
+def _core_rates(core: EngineCore) -> dict[str, float]:
+    """Measure the rates of products in the run's precision and in those that it could have, in half a second."""
+    multiplied = {managed.chunk.dtype for managed in core.data.managed_params if len(managed.shape) == 2}
+    if core.device.type != "cpu" or multiplied != {core.config.compute_dtype}:
+        return {}  # another precision would be none for a model that keeps its own dtypes
+    widths = linear_widths(core.module)
+    return {name: product_rate(name, *widths) for name in dict.fromkeys(("fp32", "bf16", core.config.precision))}
 
 
 def _steps_in(path: Path, steps: int) -> list[str]:

@@ -10,7 +10,7 @@ from patrickstar._memory.accelerator import DeviceClock
 from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.transfer import Transfer
 from patrickstar._schedule.placement import Tier
-from patrickstar._schedule.step_timeline import Channel, Moment, Residency, Stall, StepTimeline, Work
+from patrickstar._schedule.step_timeline import Channel, Moment, Product, Residency, Stall, StepTimeline, Work
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class Timeline:
         self._clock = clock
         self._pending: list[_Pending] = []
         self._device_waits: list[tuple[str, torch.Event, torch.Event]] = []
+        self._products: dict[tuple[str, bool], Product] = {}
         self._finished = False
         self._held: set[int] = set()
         """Chunks of parameters that hold gradients."""
@@ -72,6 +73,20 @@ class Timeline:
         before = self._clock.event()
         yield
         self._device_waits.append((label, before, self._clock.event()))
+
+    def product(self, name: str, operations: int, seconds: float, *, backward: bool) -> None:
+        """Add a product of a parameter, of its forward or its backward. What ends after the step is in none.
+
+        Args:
+            name: Name of the parameter.
+            operations: Multiplications and additions.
+            seconds: Time of the calling thread, in which it waited for nothing.
+            backward: It is a part of backward.
+        """
+        if not self._finished:
+            key = name, backward
+            before = self._products.get(key, Product(name, backward, 0, 0.0))
+            self._products[key] = Product(name, backward, before.operations + operations, before.seconds + seconds)
 
     # Memory
 
@@ -139,6 +154,7 @@ class Timeline:
             assert self._clock is not None, "events are recorded on an accelerator"
             times = self._clock.seconds(before), self._clock.seconds(after)
             result.stalls.append(Stall(*self._within(times), label))
+        result.products = list(self._products.values())
         result.work = sorted(result.work, key=lambda each: each.start_s)  # a worker thread may still add to the list
         return result
 

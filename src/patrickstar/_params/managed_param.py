@@ -57,6 +57,8 @@ class ManagedParam:
     """Shape and strides of the whole parameter, if it is a DTensor: the chunk holds its local tensor."""
     sharding: ParamSharding | None = None
     """With several processes: the part of the parameter that this process holds."""
+    given_dtype: torch.dtype | None = None
+    """Dtype of the values that the engine was given."""
     device_view: torch.Tensor | None = field(default=None, repr=False)
     absent_view: torch.Tensor = field(init=False, repr=False)
     """What the Parameter views while its values are not on the device. See [Note: placeholders]."""
@@ -119,6 +121,12 @@ class ManagedParam:
     def full_dtype(self) -> torch.dtype:
         dtype: torch.dtype = getattr(torch, self.schema.master_dtype) if self.schema.trained else self.chunk.dtype
         return dtype
+
+    @property
+    def loses_digits(self) -> bool:
+        """True if the parameter is frozen and was given in a dtype with more bits than its chunk has."""
+        given = self.given_dtype if self.given_dtype is not None else self.chunk.dtype
+        return not self.schema.trained and given.is_floating_point and given.itemsize > self.chunk.dtype.itemsize
 
     @property
     def row_major(self) -> bool:

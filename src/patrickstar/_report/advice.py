@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from patrickstar._layout.byte_size import format_size
 from patrickstar._perf_model.text_tables import format_seconds
+from patrickstar._report.products import about_products
 from patrickstar._report.run_file import Run
 from patrickstar._report.stalls import NamedStall, stalled_s
 from patrickstar._report.step_model import DISK, LINKS, NoEstimateError, StepModel, channel_rate
@@ -26,18 +27,23 @@ def advice(run: Run, timeline: StepTimeline, stalls: Sequence[NamedStall]) -> li
     """Return sentences about what would make the step of a timeline faster, the largest gain first.
 
     They are estimates by the performance model at the rates that were measured in the step. If it does not describe the
-    step, the first sentence says so, and the others are about the waits.
+    step, a sentence says so, and the others are about the waits. On a CPU the rate of products is compared with the
+    machine's.
 
     Args:
         run: The run.
         timeline: Timeline of one of its steps.
         stalls: The step's waits.
     """
+    return [*about_products(run, timeline), *_about_waits(run, timeline, stalls)]
+
+
+def _about_waits(run: Run, timeline: StepTimeline, stalls: Sequence[NamedStall]) -> list[str]:
     seconds, waited_s = timeline.seconds, stalled_s(stalls)
     if waited_s < WORTH * seconds:
         return [
-            f"Computation waits for {waited_s / seconds:.1%} of the step: memory is enough, and transfers are hidden. "
-            f"Only a faster processor, or fewer operations, would make it faster."
+            f"Computation waits for {waited_s / seconds:.1%} of the step: neither more memory nor faster transfers "
+            f"would make it faster, only faster or fewer operations."
         ]
     try:
         found = _estimates(StepModel.of(run, timeline, stalls), timeline)

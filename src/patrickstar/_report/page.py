@@ -16,6 +16,7 @@ from patrickstar._report.figures import (
 )
 from patrickstar._report.html_page import Figure, cards, html_page, picture, table, write_page
 from patrickstar._report.memory_curves import memory_curves
+from patrickstar._report.products import slowest_rows
 from patrickstar._report.run_file import Run
 from patrickstar._report.stalls import NamedStall, longest, named_stalls, stalled_s
 from patrickstar._schedule.placement import Tier
@@ -164,11 +165,15 @@ def _step(key: str, run: Run, timeline: StepTimeline, stalls: Sequence[NamedStal
     waits = "<p>Computation waited for nothing.</p>"
     if rows:
         waits = table(("ms", "waited for", "channel", "why"), rows, f"Table of the waits of step {timeline.step}")
+    slowest = ""
+    if products := slowest_rows(run, timeline):
+        columns = ("ms", "of the step", "product", "rate of a core")
+        slowest = "<h2>Slowest products</h2>" + table(columns, products, f"Products of step {timeline.step}")
     summary = f"Step {timeline.step} took {timeline.seconds:.3f} s; computation waited {stalled_s(stalls):.3f} s of it."
     return (
         f'<div class="step" id="{key}" data-group="{key.partition("-")[0]}"{"" if shown else " hidden"}>'
         f"<h2>What would make it faster</h2><p>{summary}</p><ul>{sentences}</ul>{pictures}"
-        f"<h2>Longest waits</h2>{waits}</div>"
+        f"<h2>Longest waits</h2>{waits}{slowest}</div>"
     )
 
 

@@ -81,6 +81,19 @@ class Moment:
     chunks: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class Product:
+    """Products of activations and one parameter in a step on a CPU: all of its forwards, or of its backwards."""
+
+    name: str
+    """Name of the parameter."""
+    backward: bool
+    operations: int
+    """Multiplications and additions."""
+    seconds: float
+    """Time of the training thread, whatever number of threads computed."""
+
+
 @dataclass
 class StepTimeline:
     """Record of one step, from the end of the step before to its own. Times are seconds of the hardware's clock.
@@ -93,6 +106,7 @@ class StepTimeline:
         non_model: Bytes of non-model data on the device, as expected or measured, from a time on.
         host_other: Bytes of the host tier beside chunks, from a time on.
         disk: Bytes of the swap file that were allocated, from a time on.
+        products: Products of parameters; none beside an accelerator.
     """
 
     step: int = 0
@@ -108,6 +122,7 @@ class StepTimeline:
     non_model: list[tuple[float, int]] = field(default_factory=list)
     host_other: list[tuple[float, int]] = field(default_factory=list)
     disk: list[tuple[float, int]] = field(default_factory=list)
+    products: list[Product] = field(default_factory=list)
 
     @property
     def seconds(self) -> float:
@@ -138,6 +153,9 @@ class StepTimeline:
             "non_model": [[us(at_s), nbytes] for at_s, nbytes in self.non_model],
             "host_other": [[us(at_s), nbytes] for at_s, nbytes in self.host_other],
             "disk": [[us(at_s), nbytes] for at_s, nbytes in self.disk],
+            "products": [
+                [each.name, int(each.backward), each.operations, round(1e6 * each.seconds)] for each in self.products
+            ],
         }
 
     @classmethod
@@ -176,4 +194,9 @@ class StepTimeline:
             non_model=pairs(data["non_model"]),
             host_other=pairs(data["host_other"]),
             disk=pairs(data["disk"]),
+            # Logs of earlier versions have none.
+            products=[
+                Product(name, bool(backward), operations, seconds(us))
+                for name, backward, operations, us in data.get("products", ())
+            ],
         )

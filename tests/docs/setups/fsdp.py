@@ -1,3 +1,0 @@
-from docs.samples import LossModel, vectors
-
-model, loader = LossModel(), vectors()

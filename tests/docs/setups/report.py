@@ -1,4 +1,0 @@
-from docs.samples import batches, engine_of
-
-engine = engine_of()
-optimizer, batches = engine.optimizer, batches()
