@@ -12,6 +12,7 @@ from torch import nn
 
 import patrickstar as ps
 from patrickstar._dry_run import simulation as dry_run
+from patrickstar._perf_model.text_tables import format_seconds
 
 PARTS = {"gpu": "rtx4090", "host_memory": "16GB", "disk": "1TB:7GB/s"}
 
@@ -26,9 +27,12 @@ def test_a_plan_is_the_engines_dry_run_with_the_bound_beside_it(plan: ps.Plan) -
     assert plan.step_s == plan.dry_run.seconds
     assert plan.tokens_per_s == pytest.approx(4 * 128 / plan.step_s)
     text = str(plan)
-    assert text.startswith("gpt-10m fits rtx4090 with 14.90 GiB of host memory and trains at ")
-    assert f"takes in a dry run of the engine {plan.step_s:.2f} s" in text
-    assert f"no step takes less than {plan.bound_s:.2f} s, because of {plan.limited_by}" in text
+    assert text.startswith("gpt-10m fits rtx4090 with 16 GB of host memory and trains at ")
+    assert f"takes in a dry run of the engine {format_seconds(plan.step_s)}" in text
+    assert f"no step takes less than {format_seconds(plan.bound_s)}, because of {plan.limited_by}" in text
+    assert plan.bound_s <= plan.step_s
+    assert "-0%" not in text and "+0" not in text
+    assert f"\n  compute           {format_seconds(plan.dry_run.compute_s)} " in text
     assert "`patrickstar train --dry-run --machine` shows such a step in full" in text
 
 

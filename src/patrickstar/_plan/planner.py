@@ -145,7 +145,7 @@ def with_memory(machine: Machine, device_memory: str | None, host_memory: str | 
         changes["host"] = machine.host.model_copy(update={"memory": parse_size(host_memory)})
     if device_memory is not None:
         if machine.gpu is None:
-            raise ConfigError(f"--device-memory: {machine.name} has no GPU; use --host-memory for its memory")
+            raise ConfigError(f"device_memory: {machine.name} has no GPU; use host_memory for its memory")
         budget = parse_size(device_memory)
         if budget > machine.gpu.memory:
             raise ConfigError(
@@ -160,7 +160,7 @@ def process_count(machine: Machine, gpus: int | None) -> int:
     """Return the number of processes per node, one per GPU."""
     available = machine.gpu.count if machine.gpu is not None else 1
     if gpus is not None and not 1 <= gpus <= available:
-        raise ConfigError(f"--gpus {gpus}: {machine.name} has {available}")
+        raise ConfigError(f"gpus={gpus}: {machine.name} has {available}")
     return gpus if gpus is not None else available
 
 
@@ -170,7 +170,7 @@ def _machine(
     """Return the machine of parts, or of a name or file; `here` is this machine, measured."""
     if gpu is not None:
         if machine is not None:
-            raise ConfigError(f"--gpu {gpu} and --machine {machine} exclude each other: both are machines")
+            raise ConfigError(f"gpu={gpu!r} and machine={str(machine)!r} exclude each other: both are machines")
         return machine_of_parts(gpu, gpus or 1, host_memory, disk)
     found = machine if isinstance(machine, Machine) else _named(machine or DEFAULT_MACHINE)
     return found if disk is None else found.model_copy(update={"disk": parse_disk(disk)})
