@@ -12,8 +12,7 @@ from report import publish_text, table
 
 import patrickstar as ps
 from patrickstar._models.open_models import OPEN_MODELS
-from patrickstar._perf_model.machine_parts import machine_of_parts
-from patrickstar._perf_model.margins import CONTEXT_BYTES, Margins, device_budget
+from patrickstar._perf_model.margins import CONTEXT_BYTES, device_budget
 from patrickstar.errors import BudgetError
 
 MODELS = {
@@ -124,14 +123,12 @@ def rows() -> Iterator[list[str]]:
 
 def main() -> None:
     """Print the table and write it to results/."""
-    first = COMPUTERS[0]
     publish_text(
         "largest_model",
         count=len(MODELS),
         smallest=SMALLEST,
         largest=LARGEST,
         sequence=SEQUENCE,
-        margins="; ".join(Margins().described(machine_of_parts(first.gpu, host_memory=f"{first.host_gb}GB"))),
         plain_bytes=PLAIN_BYTES,
         managed_bytes=MANAGED_BYTES,
         table=table(list(rows()), COLUMNS),
