@@ -21,7 +21,7 @@ def test_an_open_model_has_a_size_and_a_least_time_at_once():
 
 
 def test_model_data_that_do_not_fit_are_refused_at_once():
-    with pytest.raises(BudgetError, match="the model data of 919.92 GiB do not fit"):
+    with pytest.raises(BudgetError, match=r"the model data of 919\.92 GiB do not fit"):
         first_look("llama-3-70b", 1024, search_of(**OPTIONS | {"disk": None}, host_memory="64GB"))
 
 
