@@ -12,6 +12,7 @@ from report import publish_text, table
 
 import patrickstar as ps
 from patrickstar._models.open_models import OPEN_MODELS
+from patrickstar._perf_model.margins import CONTEXT_BYTES, device_budget
 from patrickstar.errors import BudgetError
 
 MODELS = {
@@ -32,8 +33,6 @@ SMALLEST, *_, LARGEST = MODELS.values()
 SEQUENCE = 2048
 DISK_BYTES = 2 * 10**12
 DISK = f"{DISK_BYTES}B:7GB/s:5GB/s"
-RESERVED_GIB, RESERVED_GB = 1, 4
-"""Memory of the card and of the host that is left to everything else: CUDA's context, the system."""
 PLAIN_BYTES, MANAGED_BYTES = 16, 14
 """Bytes per parameter of plain PyTorch under autocast (weight, gradient, two moments in fp32), and of PatrickStar."""
 
@@ -73,8 +72,7 @@ def plan(computer: Computer, disk: bool, model: str, batch: int | None = None) -
         return ps.plan(
             model,
             gpu=computer.gpu,
-            device_memory=f"{computer.card_gib - RESERVED_GIB}GiB",
-            host_memory=f"{computer.host_gb - RESERVED_GB}GB",
+            host_memory=f"{computer.host_gb}GB",
             disk=DISK if disk else None,
             sequence=SEQUENCE,
             batch=batch,
@@ -94,7 +92,7 @@ def fits(computer: Computer, disk: bool, model: str) -> bool:
 
 def fits_plain(computer: Computer, model: str) -> bool:
     """Return whether plain PyTorch holds the model data and activations of a model on the card."""
-    card_bytes = (computer.card_gib - RESERVED_GIB) << 30
+    card_bytes = device_budget((computer.card_gib << 30) - CONTEXT_BYTES)
     model_bytes = PLAIN_BYTES * OPEN_MODELS[model].params
     if model_bytes > card_bytes:
         return False
@@ -131,8 +129,6 @@ def main() -> None:
         smallest=SMALLEST,
         largest=LARGEST,
         sequence=SEQUENCE,
-        reserved_gib=RESERVED_GIB,
-        reserved_gb=RESERVED_GB,
         plain_bytes=PLAIN_BYTES,
         managed_bytes=MANAGED_BYTES,
         table=table(list(rows()), COLUMNS),

@@ -12,6 +12,7 @@ from torch import nn
 
 import patrickstar as ps
 from patrickstar._dry_run import simulation as dry_run
+from patrickstar._perf_model.text_tables import format_seconds
 
 PARTS = {"gpu": "rtx4090", "host_memory": "16GB", "disk": "1TB:7GB/s"}
 
@@ -26,9 +27,12 @@ def test_a_plan_is_the_engines_dry_run_with_the_bound_beside_it(plan: ps.Plan) -
     assert plan.step_s == plan.dry_run.seconds
     assert plan.tokens_per_s == pytest.approx(4 * 128 / plan.step_s)
     text = str(plan)
-    assert text.startswith("gpt-10m fits rtx4090 with 14.90 GiB of host memory and trains at ")
-    assert f"takes in a dry run of the engine {plan.step_s:.2f} s" in text
-    assert f"no step takes less than {plan.bound_s:.2f} s, because of {plan.limited_by}" in text
+    assert text.startswith("gpt-10m fits rtx4090 with 16 GB of host memory and trains at ")
+    assert f"takes in a dry run of the engine {format_seconds(plan.step_s)}" in text
+    assert f"no step takes less than {format_seconds(plan.bound_s)}, because of {plan.limited_by}" in text
+    assert plan.bound_s <= plan.step_s
+    assert "-0%" not in text and "+0" not in text
+    assert re.search(rf"\n  compute +{format_seconds(plan.dry_run.compute_s)} ", text)
     assert "`patrickstar train --dry-run --machine` shows such a step in full" in text
 
 
@@ -44,7 +48,7 @@ def test_plan_and_dry_run_of_training_say_the_same(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("patrickstar._cli.dry_run.simulate", simulate)
     simulated = done("train", *options, "--disk", tmp_path, "--dry-run")
     assert "`patrickstar plan` finds the fastest batch, and the least time of any placement" in simulated.output
-    assert reports[0].seconds == json.loads(planned.output)["step_s"]
+    assert reports[0].seconds == json.loads(planned.stdout)["step_s"]
 
 
 def test_a_module_of_ones_own_is_planned_by_a_sample() -> None:

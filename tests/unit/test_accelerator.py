@@ -1,4 +1,4 @@
-"""Properties of any accelerator: bf16 that is not emulated, and a default budget."""
+"""Properties of any accelerator: bf16 that is not emulated."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -6,9 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from patrickstar._memory.accelerator import Accelerator, default_budget
-
-GIB = 1 << 30
+from patrickstar._memory.accelerator import Accelerator
 
 
 @pytest.mark.parametrize(
@@ -25,17 +23,3 @@ def test_an_accelerator_does_not_count_emulated_bf16(monkeypatch, module, has_it
     accelerator = object.__new__(Accelerator)
     accelerator.module, accelerator.index = module, 0
     assert accelerator.has_bf16 is has_it
-
-
-@pytest.mark.parametrize(
-    ("free_bytes", "several", "expected"),
-    [
-        *((free * GIB, False, free * GIB - 3 * GIB // 2) for free in (80, 16)),
-        *((free * GIB, True, free * GIB - 5 * GIB // 2) for free in (80, 16)),
-        (2 * GIB, False, 2 * GIB * 60 // 100),
-        (0, False, 0),
-    ],
-)
-def test_default_budget_leaves_a_margin(free_bytes, several, expected):
-    assert default_budget(free_bytes, several) == expected
-    assert default_budget(free_bytes, several) <= default_budget(free_bytes)

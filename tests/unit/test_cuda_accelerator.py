@@ -12,7 +12,6 @@ from resident_pages import resident_bytes_at
 
 from patrickstar._cli import doctor
 from patrickstar._memory import cuda_accelerator
-from patrickstar._memory.accelerator import default_budget
 from patrickstar._memory.cuda_accelerator import PORTABLE, CudaAccelerator, allocator_settings
 from patrickstar._memory.hardware import Hardware
 from patrickstar._memory.host_arena import HostArena
@@ -20,6 +19,7 @@ from patrickstar._memory.memory_meter import DeviceMeter
 from patrickstar._memory.transfer_counters import TransferCounters
 from patrickstar._memory.vm_pool import fault_in
 from patrickstar._memory.worker_pool import WorkerPool
+from patrickstar._perf_model.margins import device_budget
 from patrickstar._step.stats import Stats
 
 GIB = 1 << 30
@@ -276,14 +276,14 @@ def test_the_limit_of_what_is_reserved_belongs_to_the_open_engines(fake_cuda: Fa
 
 def test_reserved_memory_counts_as_free(fake_cuda: FakeCuda):
     fake_cuda.free_bytes, fake_cuda.allocated["reserved"] = 10 * GIB, 6 * GIB
-    assert Hardware(SECOND).device_bytes() == default_budget(16 * GIB)
-    assert Hardware(SECOND).device_bytes(several=True) == default_budget(16 * GIB, several=True)
+    assert Hardware(SECOND).device_bytes() == device_budget(16 * GIB)
+    assert Hardware(SECOND).device_bytes(several=True) == device_budget(16 * GIB, several=True)
 
 
-def test_doctor_reports_the_default_budget(fake_cuda: FakeCuda, monkeypatch):
+def test_doctor_reports_the_device_budget(fake_cuda: FakeCuda, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     first, second = doctor._gpus()
     assert (first.name, second.name) == ("gpu 0", "gpu 1")
-    assert f"80.00 GiB free; device_memory is 78.50 GiB ({default_budget(80 * GIB)} bytes) unless" in second.text
+    assert f"80.00 GiB free; device_memory is 78.50 GiB ({device_budget(80 * GIB)} bytes) unless" in second.text
     assert "Of it 6.28 GiB are left to fragmentation" in second.text

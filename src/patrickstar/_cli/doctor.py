@@ -17,13 +17,14 @@ from patrickstar._kernels.dispatch import Backend
 from patrickstar._kernels.eager_backend import EagerBackend
 from patrickstar._kernels.triton_backend import TritonBackend
 from patrickstar._layout.byte_size import format_size
-from patrickstar._memory.accelerator import COLLECTIVE_BYTES, MIN_PERCENT, OUTSIDE_BYTES, Accelerator, default_budget
+from patrickstar._memory.accelerator import Accelerator
 from patrickstar._memory.compute_device import UNSUPPORTED
 from patrickstar._memory.hardware import Hardware
 from patrickstar._memory.machine_name import machine_name
 from patrickstar._memory.memory_meter import host_meter, library_resident_bytes
 from patrickstar._memory.ram import measure_ram
 from patrickstar._perf_model.cpu_precision import faster_on_cpu, gflops
+from patrickstar._perf_model.margins import COLLECTIVE_BYTES, OUTSIDE_BYTES, device_budget
 from patrickstar._perf_model.workload import STATE_BYTES, UPDATE_BYTES
 
 TRIAL_NUMEL = 16_000_000
@@ -94,12 +95,12 @@ def _gpus() -> list[Finding]:
 
 
 def _gpu(accelerator: Accelerator, free_bytes: int) -> Finding:
-    budget = default_budget(free_bytes)
+    budget = device_budget(free_bytes)
     return Finding(
         f"gpu {accelerator.index}",
         f"{accelerator.name}, {format_size(free_bytes)} free; device_memory is "
         f"{format_size(budget)} ({budget} bytes) unless you set it: all but {format_size(OUTSIDE_BYTES)} of the free "
-        f"memory, but at least {MIN_PERCENT} %, because kernels and handles are loaded later "
+        f"memory, but at least half, because kernels and handles are loaded later "
         f"({format_size(COLLECTIVE_BYTES)} less with several processes). Of it "
         f"{format_size(accelerator.fragmentation.unplanned_bytes(budget))} are left to fragmentation",
     )

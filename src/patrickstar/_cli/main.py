@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 import patrickstar
+from patrickstar._cli.option_words import in_options
 from patrickstar.errors import PatrickStarError
 
 _USAGE_ERROR = 2
@@ -351,7 +352,7 @@ def _reported_errors(show_traceback: bool) -> Iterator[None]:
             traceback.print_exc()
         user_error = isinstance(error, PatrickStarError)
         if user_error:
-            message = f"error: {error}"
+            message = f"error: {in_options(str(error))}"
         else:
             message = f"internal error: {type(error).__name__}: {error}; this is a bug, --traceback shows where"
         typer.echo(message, err=True)

@@ -2,11 +2,13 @@
 
 import json
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
 from patrickstar._cli.console import print_text
+from patrickstar._plan.first_look import first_look
 from patrickstar._plan.planned_model import find_planned_model
 from patrickstar._plan.planner import search_of
 
@@ -53,8 +55,12 @@ def plan(options: PlanOptions, console: Console) -> None:
         dry_run=options.dry_run,
     )
     # A terminal shows what goes on, until the plan is there.
-    with Console(stderr=True).status("a GPT" if options.largest else options.model) as status:
-        search = replace(search, say=status.update)
+    errors = Console(stderr=True)
+    with errors.status("a GPT" if options.largest else options.model) as status:
+        # Standard output is for the plan alone.
+        search = replace(search, say=status.update, tell=partial(print_text, errors))
+        if not options.largest and (known := first_look(options.model, options.sequence, search)) is not None:
+            search.tell(known)
         if options.largest:
             model = search.largest(options.sequence, options.capacity_factor, options.least_tflops)
         else:

@@ -288,7 +288,10 @@ def refusal(error: BudgetError, settings: list[str], peak: str | None = None) ->
         advice = f"Each of these alone is enough, verified by dry runs: {'; '.join(settings)}"
     at_peak = f". With enough device memory, non-model data peaks at {peak}" if peak else ""
     where = f", in {error.module}" if error.module else ""
-    short = f": {format_size(error.short_bytes)} are missing at one moment{where}" if error.short_bytes else where
+    short = where
+    if error.short_bytes:
+        missing = f"{format_size(error.short_bytes)} are missing{where}"
+        short = f": at its first moment that does not fit, {missing}; later ones may lack more"
     return BudgetError(
         f"this training step does not fit{short}. {advice}. The dry run was refused because {error.reason}{at_peak}",
         error.short_bytes,

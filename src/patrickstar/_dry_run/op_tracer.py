@@ -81,6 +81,8 @@ def touched_bytes(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> in
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
     """Return the tensors among the leaves of operands or results."""
+    if isinstance(value, torch.Tensor):  # as of most operators, of which a dry run has millions
+        return [value]
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
@@ -203,6 +205,8 @@ class IntegerValues:
 
     def follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Compute the result of an operator whose inputs and outputs are all integers."""
+        if isinstance(out, torch.Tensor) and out.dtype not in _INTEGER_DTYPES:
+            return
         results = tensors_of(out)
         if not results or any(leaf.dtype not in _INTEGER_DTYPES for leaf in results):
             return

@@ -13,14 +13,6 @@ import torch
 from patrickstar._layout.byte_size import format_size
 from patrickstar._schedule.fragmentation import NO_FRAGMENTATION, Fragmentation
 
-OUTSIDE_BYTES = 3 << 29
-"""Device memory that the default budget leaves free, 1.5 GiB: kernels loaded on first use, handles of cuBLAS and cuDNN,
-and Triton's modules. The allocator counts none of it."""
-COLLECTIVE_BYTES = 1 << 30
-"""Left free in addition if several processes train: buffers of NCCL or of another collective library."""
-MIN_PERCENT = 60
-"""Lower limit of the default budget on small devices, where `OUTSIDE_BYTES` would leave almost nothing."""
-
 POLL_S = 50e-6
 """Seconds between two queries of an event whose wait may be ended."""
 
@@ -50,12 +42,6 @@ class AllocatorStats:
             f"the device, {self.allocated_bytes} of them in use and {self.inactive_split_bytes} in free parts of "
             f"segments in use; it has freed its cache and retried {self.retries} times"
         )
-
-
-def default_budget(free_bytes: int, several: bool = False) -> int:
-    """Return the default device budget in bytes; `several` if several processes train together."""
-    outside_bytes = OUTSIDE_BYTES + (COLLECTIVE_BYTES if several else 0)
-    return max(free_bytes - outside_bytes, free_bytes * MIN_PERCENT // 100)
 
 
 class Accelerator:

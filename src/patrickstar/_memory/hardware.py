@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from patrickstar._layout.byte_size import format_size
-from patrickstar._memory.accelerator import Accelerator, AllocatorStats, default_budget
+from patrickstar._memory.accelerator import Accelerator, AllocatorStats
 from patrickstar._memory.copy_streams import CopyStreams
 from patrickstar._memory.cuda_accelerator import CudaAccelerator
 from patrickstar._memory.direct_io import free_bytes
@@ -18,6 +18,7 @@ from patrickstar._memory.memory_meter import DeviceMeter, Meter, host_meter, lib
 from patrickstar._memory.ram import Ram, measure_ram
 from patrickstar._memory.swap_file import SwapFile
 from patrickstar._memory.vm_pool import PagePool, can_move_pages
+from patrickstar._perf_model.margins import device_budget
 from patrickstar._schedule.fragmentation import NO_FRAGMENTATION
 from patrickstar.errors import DiskError
 
@@ -86,7 +87,7 @@ class Hardware:
 
     def device_bytes(self, several: bool = False) -> int:
         """Return the default device budget. `several`: several processes train, which uses GPU memory beside it."""
-        return self.host_bytes() if self.accelerator is None else default_budget(self.free_device_bytes(), several)
+        return self.host_bytes() if self.accelerator is None else device_budget(self.free_device_bytes(), several)
 
     def free_device_bytes(self) -> int:
         """Return the bytes that tensors could use on the device."""

@@ -157,6 +157,10 @@ class HostArena:
     def _discard(self, start: int, nbytes: int) -> None:
         discard(self.memory.data_ptr() + start, nbytes)
 
+    def part(self, block: ArenaBlock, begin: int, nbytes: int) -> torch.Tensor:
+        """Return the bytes of a block from its byte `begin` on."""
+        return self.memory[block.start + begin : block.start + begin + nbytes]
+
     def view(self, block: ArenaBlock, dtype: torch.dtype) -> torch.Tensor:
         return self.memory[block.start : block.start + block.nbytes].view(dtype)
 

@@ -6,9 +6,7 @@ from pathlib import Path, PurePosixPath
 
 import psutil
 
-RESERVE_DIVISOR = 10
-"""Default budgets leave a tenth of the memory available, as guards expect it: earlyoom ends the largest process of a
-machine once less than that is available."""
+from patrickstar._perf_model.margins import ram_budget
 
 _PROC_SELF = Path("/proc/self")
 _RECLAIMABLE = "inactive_file", "active_file", "slab_reclaimable"
@@ -22,7 +20,7 @@ memory are in none of them."""
 # memory, or of the group's limit, stays available: the code of libraries and the page cache count as available,
 # although programs slow down without them; what libraries, Python, data loaders and other programs take later is in no
 # budget; and guards against a full memory end the largest process. Where others have left less than two tenths, half
-# of the rest stays.
+# of the rest stays. `_perf_model/margins.py` has this rule, which plans of machines follow, too.
 #
 # Budgets are limits: beside a GPU the memory that is taken at once, page-locked, is that of the model data, and of
 # speculative updates as they ask for it (see [Note: spare blocks]).
@@ -51,8 +49,7 @@ class Ram:
         """Return the bytes that budgets take by default beside budgets of `given_bytes`; 0 if these take all."""
 
         def left(limit: RamLimit) -> int:
-            free_bytes = max(0, limit.available_bytes - given_bytes)
-            return free_bytes - min(limit.total_bytes // RESERVE_DIVISOR, free_bytes // 2)
+            return ram_budget(max(0, limit.available_bytes - given_bytes), limit.total_bytes)
 
         return min(left(limit) for limit in self.limits)
 

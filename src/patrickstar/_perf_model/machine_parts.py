@@ -1,5 +1,6 @@
 """Machines described by their parts: a GPU by name, sizes of memory and disk. The rest is assumed, and said."""
 
+import re
 import tomllib
 from difflib import get_close_matches
 from importlib import resources
@@ -7,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from patrickstar._layout.byte_size import format_size, parse_size
+from patrickstar._layout.byte_size import parse_size
 from patrickstar._perf_model.machine_spec import Bytes, DiskDrive, Gpu, Host, Links, Machine, Rate
 from patrickstar.errors import ConfigError
 
@@ -85,7 +86,7 @@ def machine_of_parts(gpu: str, count: int = 1, host_memory: str | None = None, d
         described = "a server with two sockets of eight channels of DDR5-4800 and 96 cores"
     title = f"{count} x {name}" if count > 1 else name
     return Machine(
-        name=f"{title} with {format_size(memory)} of host memory",
+        name=f"{title} with {_as_written(host_memory) if host_memory else f'{memory / 1e9:g} GB'} of host memory",
         source=f"{title} in {described}, which is assumed; rates of the GPU as in gpus.toml",
         gpu=Gpu(
             count=count,
@@ -100,6 +101,11 @@ def machine_of_parts(gpu: str, count: int = 1, host_memory: str | None = None, d
         ),
         disk=None if disk is None else parse_disk(disk),
     )
+
+
+def _as_written(size: str) -> str:
+    """Return a size as it was written, with a space before its unit."""
+    return re.sub(r"(?<=\d)\s*(?=[a-zA-Z])", " ", size.strip())
 
 
 def _usual_memory(part: GpuPart) -> int:

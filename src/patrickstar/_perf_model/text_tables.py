@@ -24,7 +24,7 @@ def channels_table(channels: Iterable[tuple[str, float, str]], seconds: float) -
     cells = [("resource", "busy", "idle", "amount", "utilization")]
     for name, busy_s, amount in channels:
         idle_s = max(0.0, seconds - busy_s)
-        cells.append((name, f"{busy_s:.2f} s", f"{idle_s:.2f} s", amount, _bar(busy_s, seconds)))
+        cells.append((name, format_seconds(busy_s), format_seconds(idle_s), amount, _bar(busy_s, seconds)))
     return table("where the time goes", cells)
 
 

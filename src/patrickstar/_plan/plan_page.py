@@ -3,9 +3,9 @@
 import html
 
 from patrickstar._layout.byte_size import format_size
-from patrickstar._perf_model.perf_model import ChannelLoad
+from patrickstar._perf_model.text_tables import format_seconds
 from patrickstar._plan.frontier import Frontier
-from patrickstar._plan.plan_text import answer, config_text, loads, remarks, tiers
+from patrickstar._plan.plan_text import answer, config_text, gain, loads, remarks, speed, tiers
 from patrickstar._plan.prediction import Prediction
 from patrickstar._report.figures import axis
 from patrickstar._report.html_page import Figure, cards, html_page, picture, table
@@ -17,7 +17,7 @@ def plan_page(plan: Prediction) -> str:
     """Return the plan as an HTML page that needs no network."""
     best = plan.best
     figures: dict[str, Figure] = {"resources": _resources_figure(plan)}
-    places = [picture("resources", "Where the time goes", "Busy seconds of each resource in a step, by the estimate.")]
+    places = [picture("resources", "Where the time goes", "Busy seconds of each resource in a step.")]
     for number, frontier in enumerate(plan.frontier):
         key = f"frontier{number}"
         figures[key] = _frontier_figure(plan, frontier)
@@ -25,16 +25,14 @@ def plan_page(plan: Prediction) -> str:
             picture(
                 key,
                 f"Speed over {frontier.tier}",
-                f"Most tokens per second with less and more {frontier.tier}, by the estimate; the mark is this plan.",
+                f"Most tokens per second with less and more {frontier.tier}, relative to this plan (the mark), by "
+                "estimates.",
             )
         )
-    upgrades = [
-        (each.name, *_gain(each.estimate.tokens_per_s if each.estimate is not None else None, best.tokens_per_s))
-        for each in plan.upgrades
-    ]
+    upgrades = [(each.name, gain(each, best)) for each in plan.upgrades]
     memory = [
         (name, format_size(used), format_size(capacity), f"{used / capacity:.0%}")
-        for name, used, capacity in tiers(plan.machine, best)
+        for name, used, capacity in tiers(plan.budgets, best)
     ]
     sections = [
         f"<h1>{html.escape(answer(plan))}</h1>",
@@ -48,11 +46,15 @@ def plan_page(plan: Prediction) -> str:
     if upgrades:
         sections += [
             "<h2>What further parts would bring</h2>",
-            table(("part", "tokens/s", "gain"), upgrades, "Table of what further parts would bring"),
+            table(("part", "gain, by estimates"), upgrades, "Table of what further parts would bring"),
         ]
     sections += [
         "<h2>More</h2>",
-        table(("", "of this plan"), remarks(plan), "Table of further properties"),
+        table(
+            ("", "of this plan"),
+            [*(("margins", text) for text in plan.margins), *remarks(plan)],
+            "Table of further properties",
+        ),
     ]
     return html_page(f"{plan.model.name}: plan", f"<section>{''.join(sections)}</section>", figures)
 
@@ -62,11 +64,11 @@ def _cards(plan: Prediction) -> str:
     days = plan.drive_days
     return cards(
         [
-            ("step", f"{plan.step_s:.3g} s", f"by {simulated}"),
-            ("bound", f"{plan.bound_s:.3g} s", f"by {plan.limited_by}"),
+            ("step", format_seconds(plan.step_s), f"by {simulated}"),
+            ("bound", format_seconds(plan.bound_s), f"by {plan.limited_by}"),
             (
                 "speed",
-                f"{plan.tokens_per_s:,.0f} tokens/s",
+                speed(plan),
                 "of one process" if plan.best.processes == 1 else f"of {plan.best.processes} processes",
             ),
             ("batch", f"{plan.batch} x {plan.model.sequence}", f"tokens; at most {plan.max_batch} sequences fit"),
@@ -76,17 +78,10 @@ def _cards(plan: Prediction) -> str:
     )
 
 
-def _gain(tokens_per_s: float | None, present: float) -> tuple[str, str]:
-    if tokens_per_s is None:
-        return "it does not fit", ""
-    return f"{tokens_per_s:,.0f}", f"{tokens_per_s / present - 1:+.0%}"
-
-
 def _resources_figure(plan: Prediction) -> Figure:
     """Return the busy seconds of each resource in a step, and the step's time."""
-    busy: list[ChannelLoad] = [load for load in plan.best.channels if load.seconds]
-    names = [load.name for load in busy]
-    amounts = [amount for name, _, amount in loads(plan.best) if name in names]
+    busy = [load for load in loads(plan) if load[1]]
+    names = [name for name, _, _ in busy]
     seconds = plan.step_s
     return {
         "data": [
@@ -95,8 +90,8 @@ def _resources_figure(plan: Prediction) -> Figure:
                 "orientation": "h",
                 "name": "busy",
                 "y": names,
-                "x": [round(load.seconds, 6) for load in busy],
-                "text": amounts,
+                "x": [round(busy_s, 6) for _, busy_s, _ in busy],
+                "text": [amount for _, _, amount in busy],
                 "textposition": "none",
                 "hovertemplate": "%{x:.3g} s<br>%{text}<extra>%{y}</extra>",
                 "marker": {"color": "@parameters"},
@@ -104,7 +99,7 @@ def _resources_figure(plan: Prediction) -> Figure:
             {
                 "type": "scatter",
                 "mode": "lines",
-                "name": f"a step, {seconds:.3g} s",
+                "name": f"a step, {format_seconds(seconds)}",
                 "x": [seconds, seconds],
                 "y": [names[0], names[-1]],
                 "line": {"color": "@budget", "width": 2, "dash": "dash"},
@@ -123,6 +118,7 @@ def _frontier_figure(plan: Prediction, frontier: Frontier) -> Figure:
     """Return the tokens per second over the memory of a tier, and where the plan is."""
     part = plan.machine.gpu if frontier.tier.startswith("device") else plan.machine.host
     assert part is not None, "tiers of the frontier are those of the machine"
+    best_per_s = plan.best.tokens_per_s
     sizes = [round(nbytes / GIB, 3) for nbytes, _ in frontier.points]
     return {
         "data": [
@@ -131,25 +127,25 @@ def _frontier_figure(plan: Prediction, frontier: Frontier) -> Figure:
                 "mode": "lines+markers",
                 "name": "estimate",
                 "x": sizes,
-                "y": [round(speed, 3) for _, speed in frontier.points],
+                "y": [round(tokens_per_s / best_per_s, 4) for _, tokens_per_s in frontier.points],
                 "line": {"color": "@curve0", "width": 2},
-                "hovertemplate": "%{y:,.0f} tokens/s with %{x:.1f} GiB<extra></extra>",
+                "hovertemplate": "%{y:.2f} times as fast with %{x:.1f} GiB<extra></extra>",
             },
             {
                 "type": "scatter",
                 "mode": "markers",
                 "name": "this plan",
                 "x": [round(part.memory / GIB, 3)],
-                "y": [round(plan.best.tokens_per_s, 3)],
+                "y": [1],
                 "marker": {"color": "@budget", "size": 12, "symbol": "diamond"},
-                "hovertemplate": "this plan: %{y:,.0f} tokens/s with %{x:.1f} GiB<extra></extra>",
+                "hovertemplate": "this plan: %{x:.1f} GiB<extra></extra>",
             },
         ],
         "layout": {
             "xaxis": axis(
                 f"{frontier.tier}, GiB", type="log", tickvals=sizes[::2], ticktext=[f"{s:.3g}" for s in sizes[::2]]
             ),
-            "yaxis": axis("speed, tokens/s", rangemode="tozero"),
+            "yaxis": axis("speed, relative to this plan", rangemode="tozero"),
             "hovermode": "closest",
         },
     }

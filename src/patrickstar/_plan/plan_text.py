@@ -5,7 +5,7 @@ from patrickstar._perf_model.checkpoint_cost import checkpoint_cost
 from patrickstar._perf_model.machine_spec import Machine
 from patrickstar._perf_model.mesh import Mesh
 from patrickstar._perf_model.perf_model import ChannelLoad, Estimate
-from patrickstar._perf_model.text_tables import channels_table, memory_table, rows
+from patrickstar._perf_model.text_tables import channels_table, format_seconds, memory_table, rows
 from patrickstar._plan.prediction import Prediction
 from patrickstar._plan.upgrades import ENDURANCE, Upgrade, lock_free
 
@@ -17,7 +17,7 @@ def plan_text(plan: Prediction) -> str:
     unit = "process" if best.mesh.tp == 1 else "tensor-parallel group"
     activations = "recomputed in backward" if work.checkpointing else "kept for backward"
     summary = (
-        ("model", f"{plan.model.name}, {work.all_params / 1e9:.2f} billion parameters: it fits"),
+        ("model", f"{plan.model.name}, {_count(work.all_params)} parameters: it fits"),
         ("machine", _described(plan.machine, best.mesh)),
         (
             "batch",
@@ -25,15 +25,16 @@ def plan_text(plan: Prediction) -> str:
             f"at most {plan.max_batch} fit",
         ),
         ("model data", f"{format_size(best.model_data_bytes)} per process, on all tiers together"),
+        *(("margins", text) for text in plan.margins),
         *_step_rows(plan),
         *remarks(plan),
-        *(("with", _upgrade(each, best)) for each in plan.upgrades),
+        *(("with", f"{each.name}: {gain(each, best)}") for each in plan.upgrades),
     )
     parts = (
         answer(plan),
         rows(summary),
-        channels_table(loads(best), best.seconds),
-        memory_table(tiers(plan.machine, best)),
+        channels_table(loads(plan), plan.step_s),
+        memory_table(tiers(plan.budgets, best)),
         _choices(best),
         f"to set:\n{config_text(plan.machine, best)}",
     )
@@ -45,8 +46,9 @@ def answer(plan: Prediction) -> str:
     name, step = plan.model.name.partition(",")[0], f"{plan.batch} x {plan.model.sequence:,} tokens"
     takes = "is estimated to take" if plan.dry_run is None else "takes in a dry run of the engine"
     return (
-        f"{name} fits {plan.machine.name} and trains at {plan.tokens_per_s:,.0f} tokens/s: a step of {step} {takes} "
-        f"{plan.step_s:.2f} s; no step takes less than {plan.bound_s:.2f} s, because of {plan.limited_by}."
+        f"{name} fits {plan.machine.name} and trains at {speed(plan)}: a step of {step} {takes} "
+        f"{format_seconds(plan.step_s)}; no step takes less than {format_seconds(plan.bound_s)}, because of "
+        f"{plan.limited_by}."
     )
 
 
@@ -57,18 +59,19 @@ def _step_rows(plan: Prediction) -> list[tuple[str, str]]:
         found.append(
             (
                 "dry run",
-                f"{plan.step_s:.2f} s per step, of which computation waits {waits_s:.2f} s; "
+                f"{format_seconds(plan.step_s)} per step, of which computation waits {format_seconds(waits_s)}; "
                 f"`patrickstar train --dry-run --machine` shows such a step in full",
             )
         )
     found.append(
         (
             "estimate",
-            f"{best.seconds:.2f} s per step at best, of which the busiest resource alone takes {plan.bound_s:.2f} s: "
+            f"{format_seconds(best.seconds)} per step at best, of which the busiest resource alone takes "
+            f"{format_seconds(best.bound_s)}: "
             f"{plan.limited_by}",
         )
     )
-    found.append(("speed", f"{plan.tflops:.1f} TFLOPS per process, {plan.tokens_per_s:,.0f} tokens/s"))
+    found.append(("speed", f"{plan.tflops:.1f} TFLOPS per process, {speed(plan)}"))
     return found
 
 
@@ -80,7 +83,7 @@ def remarks(plan: Prediction) -> list[tuple[str, str]]:
         *_blocking_row(best),
         ("transfers", f"hidden behind computation from {best.free_tokens:,} tokens per process and step"),
         ("delayed", "updates would gain nothing here: a step takes as long as its busiest resource in either case"),
-        *_lock_free_row(plan.machine, best),
+        *_lock_free_row(plan.budgets, best),
         *_checkpoint_row(plan.machine, best),
         *_drive_row(plan),
     ]
@@ -104,11 +107,27 @@ def _drive_row(plan: Prediction) -> list[tuple[str, str]]:
     return [("drive", f"lasts {days:,.1f} days of training, if it may be written {endurance} (usual for its capacity)")]
 
 
-def _upgrade(upgrade: Upgrade, best: Estimate) -> str:
+def gain(upgrade: Upgrade, best: Estimate) -> str:
+    """Return what a change of the machine adds to the speed: a difference, by estimates of both machines."""
     if upgrade.estimate is None:
-        return f"{upgrade.name}: it does not fit"
-    gain = upgrade.estimate.tokens_per_s / best.tokens_per_s - 1
-    return f"{upgrade.name}: {upgrade.estimate.tokens_per_s:,.0f} tokens/s ({gain:+.0%})"
+        return "it does not fit"
+    percent = round(100 * upgrade.gain(best))
+    return f"{percent:+d} % tokens/s" if percent else "no gain"
+
+
+def speed(plan: Prediction) -> str:
+    """Return the tokens per second with the digits that tell."""
+    tokens = plan.tokens_per_s
+    return f"{tokens:,.0f} tokens/s" if tokens >= 100 else f"{tokens:.3g} tokens/s"
+
+
+def _count(params: int) -> str:
+    return f"{params / 1e9:.2f} billion" if params >= 1e9 else f"{params / 1e6:.3g} million"
+
+
+def _percent(share: float) -> str:
+    """Format a share of a linear program's solution, which may be below zero by a rounding error."""
+    return f"{max(0.0, share):.0%}"
 
 
 def _described(machine: Machine, mesh: Mesh) -> str:
@@ -160,7 +179,10 @@ def _lock_free_row(machine: Machine, best: Estimate) -> list[tuple[str, str]]:
     late = lock_free(machine, best)
     if late is None:
         return [("lock-free", "updates would gain nothing: their buffers do not fit, or no step waits for the disk")]
-    text = f"updates would make it a step of {late.seconds:.2f} s with max_staleness={late.staleness} (not exact)"
+    text = (
+        f"updates would shorten the estimated step from {format_seconds(best.seconds)} to "
+        f"{format_seconds(late.seconds)} with max_staleness={late.staleness} (not exact)"
+    )
     return [("lock-free", text)]
 
 
@@ -175,9 +197,13 @@ def _checkpoint_row(machine: Machine, best: Estimate) -> list[tuple[str, str]]:
     return [("checkpoint", f"{text} to read after a restart")]
 
 
-def loads(best: Estimate) -> list[tuple[str, float, str]]:
-    """Return name, busy seconds and amount of each resource."""
-    return [(load.name, load.seconds, _amount(load)) for load in best.channels]
+def loads(plan: Prediction) -> list[tuple[str, float, str]]:
+    """Return name, busy seconds and amount of each resource, by the dry run or, without one, by the estimate."""
+    if plan.dry_run is None:
+        return [(load.name, load.seconds, _amount(load)) for load in plan.best.channels]
+    amount = next(_amount(load) for load in plan.best.channels if load.name == "compute")
+    used = [(each.name, each.busy_s, format_size(each.nbytes)) for each in plan.dry_run.channels if each.nbytes]
+    return [("compute", plan.dry_run.compute_s, amount), *used]
 
 
 def _amount(channel: ChannelLoad) -> str:
@@ -206,18 +232,19 @@ def tiers(machine: Machine, best: Estimate) -> list[tuple[str, int, int]]:
 def _choices(best: Estimate) -> str:
     shares = best.shares
     streamed = max(0.0, 1 - shares.resident - shares.on_host)
-    in_ram = f"; of those outside the device, {shares.in_ram:.0%} are stored in RAM" if shares.in_ram < 1 else ""
-    paged = f", {shares.paged:.0%} are stored on disk" if shares.paged else ""
+    in_ram = f"; of those outside the device, {_percent(shares.in_ram)} are stored in RAM" if shares.in_ram < 1 else ""
+    paged = f", {_percent(shares.paged)} are stored on disk" if shares.paged else ""
     experts = ""
     if best.expert_shares is not None:
         of = best.expert_shares
         experts = (
-            f" Of the experts' states {of.resident:.0%} stay on the device and {of.on_host:.0%} are updated on the "
-            f"host; of their parameters {of.retained:.0%} stay on the device."
+            f" Of the experts' states {_percent(of.resident)} stay on the device and {_percent(of.on_host)} are "
+            f"updated on the host; of their parameters {_percent(of.retained)} stay on the device."
         )
     return (
-        f"of the optimizer states {shares.resident:.0%} stay on the device, {shares.on_host:.0%} are updated on the "
-        f"host and {streamed:.0%} are copied to the device for their update{in_ram}; of the parameters "
-        f"{shares.retained:.0%} stay on the device from forward to backward{paged}.{experts} These shares minimize the "
-        f"time of the busiest resource, {best.busiest.name} (a linear program); the batch maximizes tokens per second."
+        f"by the estimate: of the optimizer states {_percent(shares.resident)} stay on the device, "
+        f"{_percent(shares.on_host)} are updated on the host and {_percent(streamed)} are copied to the device for "
+        f"their update{in_ram}; of the parameters {_percent(shares.retained)} stay on the device from forward to "
+        f"backward{paged}.{experts} These shares minimize the time of the busiest resource, {best.busiest.name} (a "
+        f"linear program); the batch maximizes tokens per second."
     )

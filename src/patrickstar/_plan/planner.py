@@ -4,9 +4,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from patrickstar._layout.byte_size import parse_size
+from patrickstar._layout.byte_size import format_size, parse_size
 from patrickstar._perf_model.machine_parts import machine_of_parts, parse_disk
 from patrickstar._perf_model.machine_spec import Machine, find_machine
+from patrickstar._perf_model.margins import Margins
 from patrickstar._perf_model.mesh import Mesh
 from patrickstar._perf_model.perf_model import BATCHES
 from patrickstar._plan.plan import Plan
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 DEFAULT_MACHINE = "8xV100-32GB"
 """Machine of a plan that names none."""
+HERE = "here"
+"""Name of this machine, which is measured."""
 
 
 def plan(
@@ -57,8 +60,10 @@ def plan(
         nodes: Number of machines, connected by their network.
         tp: GPUs that divide the matrices of each layer (tensor parallelism), for presets.
         ep: GPUs that divide the experts of each layer (expert parallelism), for presets.
-        device_memory: Memory budget of each GPU, such as "24GB". Default: all memory.
-        host_memory: Memory budget of each host. Default: all memory.
+        device_memory: Memory budget of each GPU, such as "20GB". Default: its memory less a margin for its context,
+            kernels and libraries.
+        host_memory: Memory that each host has. A part of it stays free for the system and the process, which the plan
+            prints.
         disk: Drive of each host: capacity, and rates if they are known, such as "1TB:7GB/s".
         batch: Sequences per GPU, or per tensor-parallel group. Default: whichever is fastest.
         sequence: Sequence length in tokens; a `sample` has its own.
@@ -120,22 +125,34 @@ def search_of(
     dry_run: bool,
 ) -> Search:
     """Return the search of these options of `plan`."""
-    found = with_budgets(_machine(machine, gpu, gpus, host_memory, disk), device_memory, host_memory)
+    found = with_memory(_machine(machine, gpu, gpus, host_memory, disk), device_memory, host_memory)
+    measured = machine == HERE  # what is measured is free, and budgets by default
+    margins = Margins(device=not measured and device_memory is None, host=not measured or host_memory is not None)
     mesh = Mesh(nodes, process_count(found, gpus), tp, ep)
     recompute = activation_checkpointing
     checkpointing = (True, False) if recompute is None else (recompute,)
-    return Search(found, mesh, checkpointing, BATCHES if batch is None else (batch,), dry_run)
+    return Search(found, mesh, checkpointing, BATCHES if batch is None else (batch,), dry_run, margins)
 
 
-def with_budgets(machine: Machine, device_memory: str | None, host_memory: str | None) -> Machine:
-    """Return a machine with less or more memory."""
+def with_memory(machine: Machine, device_memory: str | None, host_memory: str | None) -> Machine:
+    """Return a machine with other memory of the host, or with a budget for its device.
+
+    Raises:
+        ConfigError: The device has less memory than the budget.
+    """
     changes: dict[str, object] = {}
     if host_memory is not None:
         changes["host"] = machine.host.model_copy(update={"memory": parse_size(host_memory)})
     if device_memory is not None:
         if machine.gpu is None:
-            raise ConfigError(f"--device-memory: {machine.name} has no GPU; use --host-memory for its memory")
-        changes["gpu"] = machine.gpu.model_copy(update={"memory": parse_size(device_memory)})
+            raise ConfigError(f"device_memory: {machine.name} has no GPU; use host_memory for its memory")
+        budget = parse_size(device_memory)
+        if budget > machine.gpu.memory:
+            raise ConfigError(
+                f"device_memory={device_memory!r}: a GPU of {machine.name} has {format_size(machine.gpu.memory)}; "
+                f"leave the budget open, or lower it"
+            )
+        changes["gpu"] = machine.gpu.model_copy(update={"memory": budget})
     return machine.model_copy(update=changes)
 
 
@@ -143,7 +160,7 @@ def process_count(machine: Machine, gpus: int | None) -> int:
     """Return the number of processes per node, one per GPU."""
     available = machine.gpu.count if machine.gpu is not None else 1
     if gpus is not None and not 1 <= gpus <= available:
-        raise ConfigError(f"--gpus {gpus}: {machine.name} has {available}")
+        raise ConfigError(f"gpus={gpus}: {machine.name} has {available}")
     return gpus if gpus is not None else available
 
 
@@ -153,14 +170,14 @@ def _machine(
     """Return the machine of parts, or of a name or file; `here` is this machine, measured."""
     if gpu is not None:
         if machine is not None:
-            raise ConfigError(f"--gpu {gpu} and --machine {machine} exclude each other: both are machines")
+            raise ConfigError(f"gpu={gpu!r} and machine={str(machine)!r} exclude each other: both are machines")
         return machine_of_parts(gpu, gpus or 1, host_memory, disk)
     found = machine if isinstance(machine, Machine) else _named(machine or DEFAULT_MACHINE)
     return found if disk is None else found.model_copy(update={"disk": parse_disk(disk)})
 
 
 def _named(name: str) -> Machine:
-    if name != "here":
+    if name != HERE:
         return find_machine(name)
     # Imported here because PyTorch takes seconds to load.
     from patrickstar._dry_run.machine_profile import profile_machine

@@ -22,7 +22,9 @@ class Prediction:
 
     Attributes:
         model: The model.
-        machine: The machine, with its budgets.
+        machine: The machine, with the memory that it has.
+        budgets: The machine with the memory that budgets take of its own.
+        margins: What stays free of each memory, and for what.
         best: Estimate of the fastest batch: the least time that any placement of the model data takes.
         dry_run: Step of that batch as the engine would run it; None if it was left out or is not possible.
         max_batch: Largest batch that fits, in sequences per process.
@@ -33,6 +35,8 @@ class Prediction:
 
     model: PlannedModel
     machine: Machine
+    budgets: Machine
+    margins: Sequence[str]
     best: Estimate
     dry_run: "DryRunReport | None"
     max_batch: int
@@ -48,8 +52,11 @@ class Prediction:
 
     @property
     def bound_s(self) -> float:
-        """Seconds that the busiest resource needs at least, whichever way the model data is placed."""
-        return self.best.bound_s
+        """Seconds that the busiest resource needs at least, whichever way the model data is placed.
+
+        The estimate's products run at the rate of a typical one, so that a dry run can be faster than its bound.
+        """
+        return min(self.best.bound_s, self.step_s)
 
     @property
     def limited_by(self) -> str:
@@ -95,12 +102,16 @@ class Prediction:
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as plain data, in bytes, seconds and operations; bytes of host and disk are per node."""
         best, machine = self.best, self.machine
-        late = lock_free(machine, best)
+        late = lock_free(self.budgets, best)
         checkpoint = checkpoint_cost(best.workload, machine, best.mesh)
         experts = best.workload.experts
         return {
             "model": {"name": self.model.name, "params": best.workload.all_params, "sequence": self.model.sequence},
             "machine": machine.model_dump(),
+            "budgets": {
+                "device": self.budgets.gpu.memory if self.budgets.gpu is not None else None,
+                "host": self.budgets.host.memory,
+            },
             "mesh": asdict(best.mesh),
             "processes": best.processes,
             "batch": self.batch,
@@ -113,9 +124,7 @@ class Prediction:
             "tflops_per_process": self.tflops,
             "tokens_per_s": self.tokens_per_s,
             "efficiency": {"one_gpu": self.efficiency(self.one_gpu), "one_node": self.efficiency(self.one_node)},
-            "upgrades": {
-                each.name: None if each.estimate is None else each.estimate.tokens_per_s for each in self.upgrades
-            },
+            "upgrades": {each.name: None if each.estimate is None else each.gain(best) for each in self.upgrades},
             "drive_days": self.drive_days,
             "free_tokens": best.free_tokens,
             "imbalance": experts.imbalance if experts is not None else None,

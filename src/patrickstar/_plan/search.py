@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 
 from patrickstar._models.presets import Preset
 from patrickstar._perf_model.machine_spec import Machine
+from patrickstar._perf_model.margins import NO_BUDGET_GIVEN, Margins
 from patrickstar._perf_model.mesh import Mesh
 from patrickstar._perf_model.perf_model import Estimate, best_estimate, largest_batch
 from patrickstar._perf_model.replicas import with_smallest_replicas
+from patrickstar._perf_model.text_tables import format_seconds
 from patrickstar._plan.plan import Plan
 from patrickstar._plan.planned_model import PlannedModel, planned_shape
 from patrickstar._plan.upgrades import upgrades
@@ -40,7 +42,9 @@ class Search:
         checkpointing: Whether activations are recomputed.
         batches: Sequences per process.
         dry_run: Let the engine run a step of what was found on the simulated machine.
+        margins: Memory of the machine that budgets leave to others.
         say: Called with a text at the beginning of each stage, which may take seconds.
+        tell: Called with what is known before the plan is.
     """
 
     machine: Machine
@@ -48,7 +52,9 @@ class Search:
     checkpointing: Sequence[bool]
     batches: Sequence[int]
     dry_run: bool
+    margins: Margins = NO_BUDGET_GIVEN
     say: Callable[[str], None] = _log.info
+    tell: Callable[[str], None] = _log.info
 
     def plan(self, model: PlannedModel) -> Plan:
         """Return the plan of a model. Raise BudgetError if it does not fit, with batches that do."""
@@ -57,16 +63,19 @@ class Search:
         try:
             best, simulated = self._verified(model, mesh)
         except BudgetError as error:
-            raise BudgetError(f"{error}{self._smaller_batch(model, mesh)}", error.short_bytes) from None
+            left = "".join(f"; {text}" for text in self._margins(self.machine, mesh))
+            raise BudgetError(f"{error}{self._smaller_batch(model, mesh)}{left}", error.short_bytes) from None
         one_node = Mesh(1, mesh.gpus, mesh.tp, min(mesh.ep, mesh.gpus))
         of_model = partial(self.best_or_none, model)
         self.say("estimating what more memory and a drive would bring")
         return Plan(
             model,
             self.machine,
+            self.budgets(self.machine, mesh),
+            self._margins(self.machine, mesh),
             best,
             simulated,
-            largest_batch(model.workloads(mesh), self.machine, mesh, best.workload.checkpointing),
+            largest_batch(model.workloads(mesh), self.budgets(self.machine, mesh), mesh, best.workload.checkpointing),
             None if mesh.processes == 1 else of_model(self.machine, Mesh()),
             None if mesh.nodes == 1 else of_model(self.machine, one_node),
             # Of many nodes each estimate takes a second.
@@ -74,9 +83,16 @@ class Search:
             of_model,
         )
 
+    def budgets(self, machine: Machine, mesh: Mesh) -> Machine:
+        """Return a machine with the memory that budgets take of its own."""
+        return self.margins.budgets(machine, mesh.gpus, mesh.processes > 1)
+
+    def _margins(self, machine: Machine, mesh: Mesh) -> list[str]:
+        return self.margins.described(machine, mesh.gpus, mesh.processes > 1)
+
     def best(self, model: PlannedModel, machine: Machine, mesh: Mesh) -> Estimate:
         """Return the fastest estimate. Raise BudgetError if the model does not fit."""
-        return best_estimate(model.workloads(mesh), machine, mesh, self.checkpointing, self.batches)
+        return best_estimate(model.workloads(mesh), self.budgets(machine, mesh), mesh, self.checkpointing, self.batches)
 
     def best_or_none(self, model: PlannedModel, machine: Machine, mesh: Mesh) -> Estimate | None:
         """Return the fastest estimate; None if the model does not fit."""
@@ -113,14 +129,16 @@ class Search:
         # Collectives inside of operators are not simulated; of many nodes a dry run would take minutes.
         if not self.dry_run or model.traced is None or mesh.nodes > 1 or mesh.lockstep:
             return best, None
-        self.say(
-            f"estimate: a step of {best.workload.batch} x {model.sequence:,} tokens takes at least {best.bound_s:.2f} "
-            f"s, because of {best.busiest.name}; the engine runs it on the simulated machine"
+        self.tell(
+            f"estimate: a step of {best.workload.batch} x {model.sequence:,} tokens takes "
+            f"{format_seconds(best.seconds)} at best, because of {best.busiest.name}. The engine runs it on "
+            "the simulated machine ..."
         )
+        self.say("the engine runs the step on the simulated machine")
         traced = model.traced()
         while True:
             try:
-                return best, traced.dry_run(self.machine, best)
+                return best, traced.dry_run(self.budgets(self.machine, mesh), best)
             except BudgetError:
                 smaller = [batch for batch in self.batches if batch < best.workload.batch]
                 if not smaller:
@@ -128,15 +146,16 @@ class Search:
                 best = replace(self, batches=smaller).best(model, self.machine, mesh)
 
     def _with_replicas(self, model: PlannedModel) -> Mesh:
-        return with_smallest_replicas(model.workloads, self.machine, self.mesh, self.checkpointing, min(self.batches))
+        machine = self.budgets(self.machine, self.mesh)
+        return with_smallest_replicas(model.workloads, machine, self.mesh, self.checkpointing, min(self.batches))
 
     def _smaller_batch(self, model: PlannedModel, mesh: Mesh) -> str:
         """Return a hint with the batches that fit, empty if there are none."""
-        batch, hints = min(self.batches), []
+        batch, hints, machine = min(self.batches), [], self.budgets(self.machine, mesh)
         # A batch that does not fit may fit with activation checkpointing.
         for recompute in sorted({*self.checkpointing, True}):
             limit = batch if recompute in self.checkpointing else batch + 1
-            max_batch = largest_batch(model.workloads(mesh), self.machine, mesh, recompute, limit)
+            max_batch = largest_batch(model.workloads(mesh), machine, mesh, recompute, limit)
             if max_batch:
                 hints.append(f"--batch {max_batch}" + (" --activation-checkpointing" if recompute else ""))
         return f"; {' or '.join(hints)} fits" if hints else ""

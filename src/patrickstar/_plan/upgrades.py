@@ -25,6 +25,11 @@ class Upgrade:
     name: str
     estimate: Estimate | None
 
+    def gain(self, best: Estimate) -> float:
+        """Return the gain in tokens per second over an estimate of the machine as it is, relative to that."""
+        assert self.estimate is not None, "the model does not fit"
+        return self.estimate.tokens_per_s / best.tokens_per_s - 1
+
 
 def upgrades(machine: Machine, mesh: Mesh, best: BestEstimate) -> list[Upgrade]:
     """Return what each next part would bring."""

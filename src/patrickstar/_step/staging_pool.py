@@ -129,10 +129,11 @@ class StagingPool:
     @defer_sigint
     def complete(self, pages: PageSet) -> None:
         """Start the reads of a page set that have not started yet."""
-        views = self.views(pages)
-        for chunk, memory in list(zip(pages.lists, views, strict=True))[len(pages.reads) :]:
+        if len(pages.reads) == len(pages.lists):
+            return
+        for chunk, number in list(zip(pages.lists, pages.buffers, strict=True))[len(pages.reads) :]:
             start = pages.first * chunk.dtype.itemsize
-            read = self.manager.io_dispatch.read(chunk, start, memory.view(torch.uint8))
+            read = self.manager.io_dispatch.read(chunk, start, self._part(number, pages.numel, chunk.dtype))
             chunk.page_reads = [*(transfer for transfer in chunk.page_reads if not transfer.done), read]
             pages.reads.append(read)
 
@@ -148,9 +149,13 @@ class StagingPool:
 
     def _view(self, number: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the first elements of a buffer."""
+        return self._part(number, numel, dtype).view(dtype)
+
+    def _part(self, number: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the bytes of the first elements of a buffer."""
         begin, nbytes = number * self.size.page_bytes, numel * dtype.itemsize
         assert nbytes <= self.size.page_bytes, f"{nbytes} bytes of {dtype} in a page of {self.size.page_bytes}"
-        return self.manager.host_tier.view(self._block, torch.uint8)[begin : begin + nbytes].view(dtype)
+        return self._block.arena.part(self._block, begin, nbytes)
 
     def take_param_buffer(self, pages: PageSet) -> bool:
         """Take a buffer for new parameters. Return False if none is free."""
@@ -161,20 +166,21 @@ class StagingPool:
     @defer_sigint
     def write(self, pages: PageSet, lists: Sequence[Chunk]) -> None:
         """Start to write back the pages of the given lists."""
-        for chunk, memory in zip(pages.lists, self.views(pages), strict=True):
+        for chunk, number in zip(pages.lists, pages.buffers, strict=True):
             if chunk in lists:
-                self._start_write(pages, chunk, memory)
+                self._start_write(pages, chunk, number)
 
     @defer_sigint
     def write_spare(self, pages: PageSet, param16: Chunk) -> None:
         """Start to write pages of all lists, and of the new parameters, to spare pages of their chunks."""
-        views = [*self.views(pages), self.param_view(pages, param16.dtype)]
-        for chunk, memory in zip([*pages.lists, param16], views, strict=True):
-            self._start_write(pages, chunk, memory, spare=True)
+        assert pages.param_buffer is not None, "a page set without new parameters"
+        for chunk, number in zip([*pages.lists, param16], [*pages.buffers, pages.param_buffer], strict=True):
+            self._start_write(pages, chunk, number, spare=True)
 
-    def _start_write(self, pages: PageSet, chunk: Chunk, memory: torch.Tensor, *, spare: bool = False) -> None:
+    def _start_write(self, pages: PageSet, chunk: Chunk, number: int, *, spare: bool = False) -> None:
         start = pages.first * chunk.dtype.itemsize
-        write = self.manager.io_dispatch.write(chunk, start, memory.view(torch.uint8), spare=spare)
+        memory = self._part(number, pages.numel, chunk.dtype)
+        write = self.manager.io_dispatch.write(chunk, start, memory, spare=spare)
         pages.writes.append(write)
         chunk.page_writes[start] = write
 

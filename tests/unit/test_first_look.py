@@ -1,0 +1,30 @@
+"""First look at an open model: before PyTorch is loaded, with a bound below the plan's."""
+
+import subprocess
+import sys
+
+import pytest
+
+from patrickstar._plan.first_look import first_look
+from patrickstar._plan.planner import search_of
+from patrickstar.errors import BudgetError
+
+OPTIONS = dict.fromkeys(("machine", "gpus", "device_memory", "batch", "activation_checkpointing"))
+OPTIONS |= dict(nodes=1, tp=1, ep=1, dry_run=True, gpu="rtx4090", disk="2TB:7GB/s")
+
+
+def test_an_open_model_has_a_size_and_a_least_time_at_once():
+    text = first_look("llama-3-8b", 1024, search_of(**OPTIONS, host_memory="64GB"))
+    assert "8.03 billion parameters have 104.70 GiB of model data, which fit; a step of 1 x 1,024 tokens" in text
+    assert "because of disk read" in text
+    assert first_look("gpt-1m", 1024, search_of(**OPTIONS, host_memory="64GB")) is None
+
+
+def test_model_data_that_do_not_fit_are_refused_at_once():
+    with pytest.raises(BudgetError, match=r"the model data of 919\.92 GiB do not fit"):
+        first_look("llama-3-70b", 1024, search_of(**OPTIONS | {"disk": None}, host_memory="64GB"))
+
+
+def test_it_needs_no_pytorch():
+    code = "import sys, patrickstar._plan.first_look; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
