@@ -73,6 +73,8 @@ class Elsewhere(Base):
 class DecaysAll(Base):
     """Changes parameters that have no gradient, too."""
 
+    words = "changes parameters that have no gradient"
+
     @torch.no_grad()
     def step(self, closure=None):
         params = [param for group in self.param_groups for param in group["params"] if param.requires_grad]
@@ -85,7 +87,26 @@ class DecaysAll(Base):
             param.sub_(param.grad, alpha=group["lr"])
 
 
-KINDS = [GlobalScale, Noise, Elsewhere, DecaysAll]
+class CountsInClass(GlobalScale):
+    """Counts in its class, which other engines share."""
+
+    words, count = "changes count of its class", 0
+
+    def update(self, group, params):
+        type(self).count += 1
+        super().update(group, params)
+
+
+class DrawsWhenCreated(GlobalScale):
+    """Draws a random number before the first step."""
+
+    words = "draws random numbers when it is created"
+
+    def __init__(self, params, lr=0.05):
+        super().__init__(params, lr * float(torch.rand(())))
+
+
+KINDS = [GlobalScale, Noise, Elsewhere]
 
 
 class Branches(torch.nn.Module):

@@ -15,7 +15,7 @@ from patrickstar._memory.host_arena import ALIGN_BYTES
 from patrickstar._memory.vm_pool import round_up
 from patrickstar._schedule.feasibility import check_budgets, check_together, working_set_bytes
 from patrickstar._schedule.fragmentation import NO_FRAGMENTATION, Fragmentation
-from patrickstar._schedule.placement import Budgets, ChunkTiers, disk_bytes, initial_placement
+from patrickstar._schedule.placement import Budgets, ChunkTiers, Tier, disk_bytes, initial_placement
 from patrickstar._step.staging_pool import StagingSize
 from patrickstar._step.streamed_update import PIECE_NUMEL, buffer_bytes, buffer_count
 from patrickstar.config import Config, Delayed
@@ -131,6 +131,8 @@ def plan_tiers(
     if optimizer.updates_together and config.disk is None:
         check_together(layout, Budgets(device, host), gradients, buffers, optimizer.name)
     in_memory = initial_placement(layout.chunks, Budgets(device, host), working_set)
+    if optimizer.updates_together and any(tiers.optimizer is not Tier.HOST for tiers in (in_memory or {}).values()):
+        in_memory = None
     free = hardware.free_disk_bytes(Path(config.disk.directory)) // sharing if config.disk is not None else 0
     if config.disk is None or in_memory is not None:
         check(Budgets(device, host), buffers + gradients, libraries, update_bytes)
