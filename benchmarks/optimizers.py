@@ -105,9 +105,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Any) -> li
 def plain(kind: type[torch.optim.Optimizer], build: type[nn.Module], second_rate: float | None) -> list[torch.Tensor]:
     torch.manual_seed(0)
     model = build()
-    optimizer = kind(groups_of(model, second_rate))
-    torch.manual_seed(1)  # what the engine draws before the first step does not matter
-    return train(model, optimizer, None)
+    return train(model, kind(groups_of(model, second_rate)), None)
 
 
 def outcome(kind: type[torch.optim.Optimizer]) -> Outcome:
@@ -141,7 +139,6 @@ def compared(
     except ConfigError as error:
         return REFUSED, "", re.split(", so it can|; use an optimizer", line(error))[0]
     try:
-        torch.manual_seed(1)
         found = train(engine.module, engine.optimizer, engine)
     except ConfigError as error:
         return WRONG, runs(optimizer), f"refused while it trains: {line(error)}"
