@@ -3,11 +3,14 @@
 from functools import partial
 
 import pytest
+import simulated_machines
 import torch
 from toys import mean_square
 
 import patrickstar as ps
 from patrickstar import testing
+from patrickstar._dry_run.simulation import simulate
+from patrickstar._engine.engine import Engine
 from patrickstar.errors import BudgetError, ConfigError
 
 from .group_optimizers import (
@@ -23,6 +26,7 @@ from .group_optimizers import (
     train,
 )
 
+LAPTOP = simulated_machines.LAPTOP.model_copy(update={"disk": simulated_machines.DESKTOP.disk})
 by_name = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 
 
@@ -123,6 +127,31 @@ def test_the_tightest_budget_gives_the_same_bits():
         engine_with(300_000)
     host = 300_000 + caught.value.short_bytes
     testing.compare(wide, ps.Config(optimizer=GlobalScale, host_memory=host, **options), script)
+
+
+@pytest.mark.parametrize("disk", [False, True], ids=["memory", "disk"])
+def test_a_dry_run_moves_the_bytes_of_a_run(disk, tmp_path):
+    options = {"device": "cpu", "precision": "bf16", "chunk_size": 2 * 64 * 64, "device_memory": "64KiB"}
+    options |= {"disk": ps.Disk(tmp_path, capacity="4MiB"), "host_memory": "1MiB"} if disk else {}
+    config, moved = ps.Config(optimizer=GlobalScale, **{"host_memory": "2MiB"} | options), []
+
+    def step(engine, device="meta"):
+        for _ in range(3 if device == "cpu" else 1):
+            engine.backward(mean_square(engine(torch.ones(2, 64, device=device))))
+            engine.optimizer.step()
+            stats = engine.stats.last
+            moved.append((stats.h2d_bytes, stats.d2h_bytes, stats.disk_read_bytes, stats.disk_write_bytes))
+
+    with Engine(wide, config, meter=testing.NoMeter()) as engine:
+        step(engine, "cpu")
+    simulate(Engine, wide, config, step, LAPTOP, steps=3, meter=testing.NoMeter())
+    assert moved[:3] == moved[3:]
+
+
+def test_several_processes_are_refused_by_name():
+    """Each of them has only a part of the parameters."""
+    with pytest.raises(ConfigError, match=r"GlobalScale.*all parameters together.*one process"):
+        simulate(Engine, wide, config_of(GlobalScale), lambda engine: None, LAPTOP, processes=2)
 
 
 def test_late_updates_are_refused_by_name():

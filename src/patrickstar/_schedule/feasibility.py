@@ -139,11 +139,12 @@ def check_together(layout: Layout, budgets: Budgets, gradient_bytes: int, stagin
     if short <= 0:
         return
     together, given = layout.optimizer_bytes + gradient_bytes, budgets.host + gradient_bytes + staging_bytes
-    beside = f", beside {spilled} bytes of parameters" if spilled else ""
-    beside += f" and {staging_bytes} bytes of buffers" if staging_bytes else ""
+    others = {"parameters": spilled, "buffers": staging_bytes}
+    beside = " and ".join(f"{nbytes} bytes of {name}" for name, nbytes in others.items() if nbytes)
+    once = f"at once, beside {beside}" if beside else "at once"
     raise BudgetError(
         f"{optimizer} updates all parameters together, so masters, states and gradients of {together} bytes "
-        f"({format_size(together)}) have to be on the host at once{beside}, and its budget is {given} bytes "
+        f"({format_size(together)}) have to be on the host {once}, and its budget is {given} bytes "
         f"({format_size(given)})",
         short,
         f"Raise host_memory by at least {short} bytes ({format_size(short)}), or use an optimizer that updates "

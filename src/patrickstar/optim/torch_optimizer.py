@@ -29,13 +29,14 @@ from patrickstar.optim.optimizer import Optimizer
 class TorchOptimizer(Optimizer):
     """Adapter for a subclass of `torch.optim.Optimizer`.
 
-    The class runs unchanged, on one parameter at a time, with its states in chunks. An update allocates temporaries of
-    the parameter's size. States that are not of the parameter's shape, such as factored moments, are kept beside the
-    chunks, on the tier of the last update. What the class writes into its param groups, such as a step count, it writes
-    once per step, as usual.
+    The class runs unchanged, with its states in chunks: on one parameter at a time, or, if that would be another
+    algorithm, on all parameters together, whose masters, states and gradients are then in host memory at once. An
+    update allocates temporaries of the parameter's size. States that are not of the parameter's shape, such as factored
+    moments, are kept beside the chunks, on the tier of the last update. What the class writes into its param groups,
+    such as a step count, it writes once per step, as usual.
 
     Raises:
-        ConfigError: The class does not update each parameter separately, or does not accept the options.
+        ConfigError: The class can't run on chunks, or does not accept the options.
     """
 
     kind: type[torch.optim.Optimizer]
@@ -54,7 +55,7 @@ class TorchOptimizer(Optimizer):
             The adapter, or `Muon` for `torch.optim.Muon`, which takes matrices only; None for any other value.
 
         Raises:
-            ConfigError: The class does not update each parameter separately, or does not accept the options.
+            ConfigError: The class can't run on chunks, or does not accept the options.
         """
         bound = isinstance(value, functools.partial)
         kind, options = (value.func, value.keywords) if bound else (value, {})
