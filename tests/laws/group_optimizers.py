@@ -64,8 +64,8 @@ class Elsewhere(Base):
                     continue
                 largest = max(self.largest.get(param, 0.0), float(param.grad.abs().max()))
                 self.largest[param] = largest
-                shared = self.state["shared"]
-                shared["norm"] = shared.get("norm", torch.ones(1)) * 0.9 + 0.1 * param.grad.norm()
+                shared, norm = self.state["shared"], param.grad.norm()
+                shared["norm"] = shared.get("norm", torch.ones_like(norm)) * 0.9 + 0.1 * norm
                 rate = group["lr"] * group["lr"] / base / (self.count + largest) / float(shared["norm"])
                 param.sub_(param.grad, alpha=rate)
 
