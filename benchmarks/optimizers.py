@@ -141,7 +141,8 @@ def compared(
     try:
         found = train(engine.module, engine.optimizer, engine)
     except ConfigError as error:
-        return WRONG, runs(optimizer), f"refused while it trains: {line(error)}"
+        first = engine.module.calls == 1  # nothing was trained before
+        return REFUSED if first else WRONG, runs(optimizer), f"refused while it trains: {line(error)}"
     finally:
         engine.close()
     if same(expected, found):
