@@ -41,8 +41,8 @@ STEPS, WIDTH = 30, 16
 EXACT, WRONG, REFUSED, PLAIN = "exact", "**wrong**", "refused", "not in plain PyTorch"
 PAGE = Path(__file__).parent.parent / "docs/optimizers.md"
 
-Outcome = tuple[str, str]
-"""One of the four words above, and the reason."""
+Outcome = tuple[str, str, str]
+"""One of the four words above, how the class runs (see `runs`), and the reason."""
 
 
 class Net(nn.Module):
@@ -113,7 +113,7 @@ def outcome(kind: type[torch.optim.Optimizer]) -> Outcome:
     try:
         rate = getattr(kind([nn.Parameter(torch.zeros(2, 2))]), "defaults", {}).get("lr")
     except Exception as error:  # a class of any library may raise anything
-        return PLAIN, line(error)
+        return PLAIN, "", line(error)
     halved, reason = rate / 2 if isinstance(rate, float) else None, ""
     for build, second_rate in ((Net, halved), (Net, None), (Matrices, halved), (Matrices, None)):
         try:
@@ -122,9 +122,9 @@ def outcome(kind: type[torch.optim.Optimizer]) -> Outcome:
             reason = line(error)
             continue
         if not same(expected, plain(kind, build, second_rate)):
-            return PLAIN, "two runs of one seed differ"
+            return PLAIN, "", "two runs of one seed differ"
         return compared(kind, build, second_rate, expected)
-    return PLAIN, reason
+    return PLAIN, "", reason
 
 
 def compared(
@@ -137,14 +137,22 @@ def compared(
         optimizer = ps.TorchOptimizer(kind=kind, param_groups=lambda model: groups_of(model, second_rate))
         engine = testing.stressed(build, ps.Config(precision="fp32", optimizer=optimizer, **options))
     except ConfigError as error:
-        return REFUSED, re.split(", so it can|; use an optimizer", line(error))[0]
+        return REFUSED, "", re.split(", so it can|; use an optimizer", line(error))[0]
     try:
         found = train(engine.module, engine.optimizer, engine)
     except ConfigError as error:
-        return WRONG, f"refused while it trains: {line(error)}"
+        first = engine.module.calls == 1  # nothing was trained before
+        return REFUSED if first else WRONG, runs(optimizer), f"refused while it trains: {line(error)}"
     finally:
         engine.close()
-    return (EXACT, "") if same(expected, found) else (WRONG, f"from step {first_difference(expected, found)} on")
+    if same(expected, found):
+        return EXACT, runs(optimizer), ""
+    return WRONG, runs(optimizer), f"from step {first_difference(expected, found)} on"
+
+
+def runs(optimizer: ps.Optimizer) -> str:
+    """Return on what a class runs."""
+    return "all parameters together" if optimizer.updates_together else "one parameter at a time"
 
 
 def line(error: Exception) -> str:
@@ -181,17 +189,27 @@ def main() -> None:
     chosen, rows = sys.argv[1:], []
     for name, kind in classes():
         if not chosen or name in chosen or kind.__name__ in chosen:
-            word, reason = outcome(kind)
-            rows.append((name, word, reason))
-            print(name, word, reason, sep=" | ", flush=True)
-    counts = Counter(word for _, word, _ in rows)
+            word, how, reason = outcome(kind)
+            rows.append((name, word, how, reason))
+            print(name, word, how, reason, sep=" | ", flush=True)
+    counts = Counter(word for _, word, _, _ in rows)
     trained = sum(counts[word] for word in (EXACT, WRONG, REFUSED))
     print(f"{counts[EXACT]} of {trained} train exactly, {counts[WRONG]} wrong, {counts[REFUSED]} refused")
     if not chosen:
-        packages = ", ".join(f"{name} {found}" for name in PACKAGES.values() if (found := installed(name)))
-        results = table([(f"`{name}`", word, reason) for name, word, reason in rows], ("class", "trains", "reason"))
+        packages = table(list(by_package(rows)), ("package", "version", "exact, of those that train in plain PyTorch"))
+        named = [(f"`{name}`", *rest) for name, *rest in rows]
+        results = table(named, ("class", "trains", "runs on", "reason"))
         counted = {"exact": counts[EXACT], "trained": trained, "refused": counts[REFUSED]}
         PAGE.write_text(filled("optimizers", **counted, packages=packages, table=results))
+
+
+def by_package(rows: Iterable[tuple[str, str, str, str]]) -> Iterator[tuple[str, str, str]]:
+    """Yield the name, version and counts of each package."""
+    for module, package in PACKAGES.items():
+        words = Counter(word for name, word, _, _ in rows if name.rpartition(".")[0] == module)
+        trained = sum(words[word] for word in (EXACT, WRONG, REFUSED))
+        if found := installed(package):
+            yield package, found, f"{words[EXACT]} of {trained}"
 
 
 def installed(name: str) -> str | None:

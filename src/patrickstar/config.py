@@ -220,6 +220,15 @@ class Config(Options):
         return self
 
     @model_validator(mode="after")
+    def _updates_chunks(self) -> "Config":
+        if self.update is not None and self.optimizer.updates_together:
+            raise ValueError(
+                f"{self.optimizer.name} updates all parameters together, and late updates (update=...) are made chunk "
+                f"by chunk: leave update out, or use an optimizer such as ps.AdamW"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _counts_steps(self) -> "Config":
         if isinstance(self.update, LockFree) and isinstance(self.optimizer, ScheduleFreeAdamW):
             raise ValueError(

@@ -93,8 +93,8 @@ STATES = [
 @pytest.mark.parametrize(("kind", "options", "names"), STATES, ids=class_name)
 def test_the_states_that_a_class_shows(kind, options, names):
     alone = one_by_one(kind, options)
-    assert probe(kind, alone) == (names, False, ())
-    assert alone == options or probe(kind, options) == (names, False, ())
+    assert probe(kind, alone) == (names, False, (), False)
+    assert alone == options or probe(kind, options) == (names, False, (), False)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_the_states_that_a_class_shows(kind, options, names):
     ids=class_name,
 )
 def test_a_class_that_needs_whole_parameters_is_recognized(kind, options, names):
-    assert probe(kind, one_by_one(kind, options)) == (names, True, ())
+    assert probe(kind, one_by_one(kind, options)) == (names, True, (), False)
 
 
 def test_probing_leaves_the_callers_random_numbers_alone():
@@ -119,15 +119,18 @@ def test_probing_leaves_the_callers_random_numbers_alone():
     assert torch.equal(before, torch.random.get_rng_state())
 
 
+@pytest.mark.parametrize("kind", [ByGlobalNorm, Noisy], ids=class_name)
+def test_what_does_not_update_a_parameter_alone_needs_all_at_once(kind):
+    """The adapter passes one parameter at a time to a new optimizer, which would be a different algorithm."""
+    assert probe(kind, {}).together
+
+
 @pytest.mark.parametrize(
     ("kind", "words"),
-    [(kind, "can't update a matrix") for kind in (TORCH.LBFGS, TORCH.SparseAdam)]
-    + [(kind, "together and separately") for kind in (ByGlobalNorm,)]
-    + [(Noisy, "draws random numbers")],
+    [(kind, "can't update a matrix") for kind in (TORCH.LBFGS, TORCH.SparseAdam)],
     ids=class_name,
 )
-def test_what_does_not_update_a_parameter_alone_is_refused_by_name(kind, words):
-    """The adapter passes one parameter at a time to a new optimizer, which would be a different algorithm."""
+def test_what_does_not_take_a_dense_matrix_is_refused_by_name(kind, words):
     with pytest.raises(ConfigError, match=rf"{kind.__name__}.*{words}") as caught:
         probe(kind, {})
     assert "\n" not in str(caught.value) and "ps.AdamW" in str(caught.value)

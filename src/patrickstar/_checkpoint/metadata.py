@@ -28,7 +28,8 @@ class CommonMetadata(ValidatedModel):
     """Metadata common to all processes. frozen: frozen parameters are included. steps, memory: by parameter name.
 
     optimizer_steps: Number of steps that engines have run. batch_of: Number of the batch that each process computed, by
-    rank; empty, as in checkpoints written before this field was added, if each computed a batch of its own.
+    rank; empty, as in checkpoints written before this field was added, if each computed a batch of its own. own: What
+    an optimizer object over all parameters keeps beside their states.
     """
 
     patrickstar: str
@@ -44,6 +45,7 @@ class CommonMetadata(ValidatedModel):
     loss_scale: dict[str, float]
     extra: dict[str, Any]
     batch_of: list[NonNegativeInt] = Field(default_factory=list)
+    own: dict[str, Any] = Field(default_factory=dict)
 
     @field_validator("batch_of")
     @classmethod

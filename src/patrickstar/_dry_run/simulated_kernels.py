@@ -1,6 +1,6 @@
 """Simulated costs of a dry run: kernels of the update by their memory traffic, operators by a roofline."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,9 @@ class SimulatedKernels(Kernels):
     def update(self, spans: Sequence[Span], scales: Sequence[float]) -> None:
         for running in self.start(spans, scales):
             running.finish()
+
+    def update_together(self, spans: Sequence[Span], update: Callable[[], None]) -> None:
+        self.update(spans, ())
 
     def start_after(self, copies: Sequence[Copy], spans: Sequence[Span], scales: Sequence[float]) -> list[Any]:
         on_host = [span for span in spans if self.hardware.on_host(span.master)]

@@ -49,6 +49,8 @@ class ChunkOptimizer(torch.optim.Optimizer):
             )
         for number, group in enumerate(self.param_groups):
             self._check_group(number, group)
+        if (together := core.optimizer_step.together) is not None:
+            together.begin(self.param_groups)
         zero_grad = WrappedMethod(module, "zero_grad", partial(_zero_grad, weakref.ref(module), weakref.ref(self)))
         core.module_hooks.replace_method(module, "zero_grad", zero_grad)
 
@@ -149,17 +151,25 @@ class ChunkOptimizer(torch.optim.Optimizer):
     def _state_dict(self) -> dict[str, Any]:
         positions = self._positions()
         groups = self._packed_groups(positions.__getitem__)
-        state = {}
+        state: dict[Any, Any] = {}
+        together = self._core.optimizer_step.together
         self._core.data.share_optimizer_memory()
         for managed, position in positions.items():
             if managed.steps:
-                tensors = {kind: self._core.model_state.read(managed, kind) for kind in managed.state_kinds}
+                absent = () if together is None else together.optimizer.absent(managed.name)
+                listed = [kind for kind in managed.state_kinds if kind not in absent]
+                tensors = {kind: self._core.model_state.read(managed, kind) for kind in listed}
                 count = (
                     {} if self._options.counts_itself else {"step": torch.tensor(float(managed.steps), device="cpu")}
                 )
                 if saved := copy.deepcopy(managed.optimizer_extra) | count | tensors:
                     state[position] = saved
-        return {"state": state, "param_groups": groups, "loss_scale": self._core.scaler.state_dict()}
+        saved = {"state": state, "param_groups": groups, "loss_scale": self._core.scaler.state_dict()}
+        if together is not None:
+            own = together.optimizer.saved()
+            state.update(own.pop("state", {}))
+            saved["own"] = own
+        return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load states and param groups in the format of `torch.optim`.
@@ -192,7 +202,9 @@ class ChunkOptimizer(torch.optim.Optimizer):
 
     def _load(self, state_dict: dict[str, Any], saved: list[dict[str, Any]]) -> None:
         by_position = {position: managed for managed, position in self._positions().items()}
-        for position, values in state_dict["state"].items():
+        together, states = self._core.optimizer_step.together, dict(state_dict["state"])
+        own = {key: states.pop(key) for key in list(states) if together is not None and not isinstance(key, int)}
+        for position, values in states.items():
             managed = by_position.get(position)
             if managed is None:
                 raise ModelError(
@@ -201,6 +213,8 @@ class ChunkOptimizer(torch.optim.Optimizer):
                 )
             if not managed.schema.trained:
                 raise ModelError(f"parameter {managed.name!r} is frozen but has a saved state; nothing was loaded")
+            if together is not None:  # it keeps what it is given
+                continue
             needed = (*(("step",) if self._options.needs_count else ()), *managed.state_kinds)
             if not set(needed) <= values.keys():
                 raise ModelError(
@@ -224,20 +238,25 @@ class ChunkOptimizer(torch.optim.Optimizer):
         for position, managed in by_position.items():
             managed.steps, managed.observed = 0, False
             managed.optimizer_extra.clear()
-            if managed.schema.trained and position not in state_dict["state"]:
+            if managed.schema.trained and position not in states:
                 for kind in managed.state_kinds:
                     self._core.model_state.write(managed, kind, torch.zeros((), device="cpu"))
         self._core.scaler.load_state_dict(state_dict.get("loss_scale", {}))
-        for position, values in state_dict["state"].items():
+        absent = {}
+        for position, values in states.items():
             managed = by_position[position]
             managed.steps = int(values.get("step", 1))
-            stored = {*managed.state_kinds, *(() if self._options.counts_itself else ("step",))}
+            listed = [kind for kind in managed.state_kinds if together is None or _is_listed(managed, values.get(kind))]
+            absent[managed.name] = [kind for kind in managed.state_kinds if kind not in listed]
+            stored = {*listed, *(() if self._options.counts_itself else ("step",))}
             managed.optimizer_extra.update(
                 {key: copy.deepcopy(value) for key, value in values.items() if key not in stored}
             )
-            for kind in managed.state_kinds:
+            for kind in listed:
                 self._core.model_state.write(managed, kind, values[kind])
         self._update_groups(saved)
+        if together is not None:
+            together.optimizer.restore({"state": own, **state_dict.get("own", {}), "absent": absent})
 
     def _packed_groups(self, key_of: Callable[[ManagedParam], Any]) -> list[dict[str, Any]]:
         """Return the param groups with `key_of` a parameter in place of it."""
@@ -326,3 +345,8 @@ def _zero_grad(
 
 def _shape(value: Any) -> tuple[int, ...] | None:
     return tuple(value.shape) if isinstance(value, torch.Tensor) and value.dim() else None
+
+
+def _is_listed(managed: ManagedParam, value: Any) -> bool:
+    """Return whether a saved state can be stored in a chunk list of a parameter."""
+    return _shape(value) == managed.full_shape and value.dtype == managed.full_dtype

@@ -216,7 +216,7 @@ class EngineCore:
         self.check_not_averaged("a step")
         self.gradients.check_scaled()
         self.manager.begin_phase("step")
-        self.background_save.poll()
+        (self.background_save.wait if self.optimizer_step.together else self.background_save.poll)()
         self.interceptor.hidden_nodes.clear()
         self.data.residency.end()
         self._inputs = None

@@ -210,8 +210,9 @@ class Engine(EngineView, EngineState):
                 "update=True, or use precision='bf16'"
             )
         # Gradients of several processes are complete only after all processes have synchronized, at the step.
-        # A delayed update runs beside the next step anyway.
-        in_backward = update and self.world.size == 1 and not self._core.optimizer_step.next_is_late
+        # A delayed update runs beside the next step anyway, and one of all parameters needs all gradients.
+        step = self._core.optimizer_step
+        in_backward = update and self.world.size == 1 and not step.next_is_late and step.together is None
         groups = self.optimizer.group_by_managed_param() if in_backward else None
         self._core.interceptor.gradient_hooks.move_last()
         self._core.interceptor.gradient_hooks.backward_depth += 1

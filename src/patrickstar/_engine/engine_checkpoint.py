@@ -164,6 +164,7 @@ class EngineCheckpoint:
             buffers=sorted(self._buffers()),
             loss_scale={name: float(value) for name, value in core.scaler.state_dict().items()},
             batch_of=list(core.distribution.mesh.batch_of),
+            own={} if (together := core.optimizer_step.together) is None else together.optimizer.saved(),
             extra={
                 name: value for name, value in core.model_state.entries().items() if not isinstance(value, torch.Tensor)
             },
@@ -333,6 +334,8 @@ class EngineCheckpoint:
         data.drop_gathered()
         core.scaler.load_state_dict(common.loss_scale)
         self.optimizer._update_groups(common.groups)
+        if (together := core.optimizer_step.together) is not None:
+            together.optimizer.restore(common.own)
         for name, value in common.extra.items():
             core.module.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
 

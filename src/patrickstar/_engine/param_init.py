@@ -96,9 +96,14 @@ def param_specs(
         shardings: With several processes, which of them hold and share each parameter.
 
     Raises:
-        ConfigError: The optimizer needs whole parameters, and processes hold parts of one.
+        ConfigError: The optimizer needs whole parameters, or all of them, and processes hold parts.
     """
     optimizer = config.optimizer
+    if shardings and optimizer.updates_together:
+        raise ConfigError(
+            f"{optimizer.name} updates all parameters together, and with several processes each has only a part of "
+            f"them: use one process, or an optimizer such as ps.AdamW"
+        )
     lists, whole = optimizer.lists_by_param(model), optimizer.whole_params(model)
     dtypes = compute_dtypes(module, config.compute_dtype, config.keep_fp32)
     embeddings = lookup_weights(module)

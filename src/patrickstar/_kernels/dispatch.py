@@ -126,6 +126,11 @@ class Kernels:
             for backend, group in groupby(spans, self.for_update):
                 backend.update(list(group), scales)
 
+    def update_together(self, spans: Sequence[Span], update: Callable[[], None]) -> None:
+        """Call `update`, which updates every span."""
+        with self.observed(spans):
+            update()
+
     def grad_stats(self, gradients: Sequence[Gradient], scales: Sequence[float]) -> GradStats:
         groups = groupby(gradients, self.for_grad_stats)
         return GradStats.merge(backend.grad_stats(list(group), scales) for backend, group in groups)

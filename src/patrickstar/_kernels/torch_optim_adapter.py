@@ -176,17 +176,7 @@ class TorchOptimRule(Rule):
         views = dict(zip(self.names, states, strict=True))
         known = {name: _on_device(it, master.device) for name, it in self.memory.items()} | views
         after, written = self.instances.step(param, self.group, known if self.step > 1 else None)
-        for name, view in views.items():
-            value = after.pop(name, None)
-            if value is None or value is view:
-                continue
-            if not is_listed(value, view):
-                raise ConfigError(
-                    f"{self._kind} keeps the state {name!r} of a parameter of shape {tuple(master.shape)} as "
-                    f"{_describe(value)}, and that of others as {_describe(view)}, so it can't be stored in chunks; "
-                    f"use an optimizer such as ps.AdamW"
-                )
-            view.copy_(value)
+        take_listed(self.instances.kind, after, views)
         for name, value in after.items():
             if not self.needs_shape and isinstance(value, torch.Tensor) and value.numel() > 1:
                 raise ConfigError(
@@ -205,6 +195,25 @@ class TorchOptimRule(Rule):
     @property
     def _kind(self) -> str:
         return self.instances.kind.__name__
+
+
+def take_listed(kind: type[torch.optim.Optimizer], state: dict[str, Any], views: Mapping[str, torch.Tensor]) -> None:
+    """Move the states of a parameter that have a chunk list out of `state`, into their views of chunks.
+
+    Raises:
+        ConfigError: A state is not of the parameter's shape and dtype.
+    """
+    for name, view in views.items():
+        value = state.pop(name, None)
+        if value is None or value is view:
+            continue
+        if not is_listed(value, view):
+            raise ConfigError(
+                f"{kind.__name__} keeps the state {name!r} of a parameter of shape {tuple(view.shape)} as "
+                f"{_describe(value)}, and that of others as {_describe(view)}, so it can't be stored in chunks; "
+                f"use an optimizer such as ps.AdamW"
+            )
+        view.copy_(value)
 
 
 def is_listed(value: Any, param: torch.Tensor) -> bool:

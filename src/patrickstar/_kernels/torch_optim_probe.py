@@ -1,15 +1,15 @@
 """Probe of a `torch.optim.Optimizer` class: whether it can run on chunks, and what it needs."""
 
+import copy
 import itertools
 import math
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
+from patrickstar._kernels.global_generators import GlobalGenerators
 from patrickstar._kernels.one_thread import one_thread
 from patrickstar._kernels.torch_optim_adapter import (
     Instances,
@@ -23,6 +23,7 @@ from patrickstar._kernels.torch_optim_adapter import (
     is_listed,
     options_of,
 )
+from patrickstar._kernels.torch_optim_group import GroupOptimizer, Member, attributes_of
 from patrickstar.errors import ConfigError
 
 # [Note: probe]
@@ -30,14 +31,18 @@ from patrickstar.errors import ConfigError
 # learning rates that change and gradients that are missing. The adapter then updates pieces of each parameter with the
 # same gradients. If the results agree, the class is element-wise, and parameters may be cut between processes. If not,
 # the adapter updates each parameter separately: if those results agree (norms of layers, factored moments, orthogonal
-# updates), the class needs whole parameters. If they differ too (norms of all parameters), or an update raises, the
-# class is refused. What the adapter would not keep is refused as soon as it changes, used or not: attributes of the
-# optimizer, states that belong to no parameter, random numbers, writes into a param group that depend on parameters.
+# updates), the class needs whole parameters. If they differ too (norms of all parameters), or an update raises, or
+# something changes that such updates would not keep, used or not (attributes of the optimizer, states that belong to no
+# parameter, random numbers, writes into a param group that depend on parameters), then the class is run on all
+# parameters together, saved and resumed halfway: see [Note: all parameters together]. If these results differ as well,
+# it is refused.
 
 MATRICES = (4, 6), (5, 3), (128, 130)
 """Shapes that every class has to take. The last: some classes factor or quantize only large parameters."""
 OTHERS = (7,), (2, 3, 2, 2)
 """Shapes of parameters that many classes treat in another way."""
+PAIRS = ((8, 8),) * 4
+"""Shapes of parameters of which some classes update two together: the factors of a low-rank matrix."""
 STEPS = 32
 """More than the warm-up of RAdam's rectification and three of the usual periods, of 5, 6 and 10 steps."""
 RATE_FACTORS = 1.0, 0.5, 2.0
@@ -55,6 +60,8 @@ class Profile(NamedTuple):
     """True if it needs whole parameters."""
     writes: tuple[str, ...]
     """Options that it writes into its param groups."""
+    together: bool = False
+    """True if it needs all parameters at once."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +83,7 @@ SCENARIOS = [
     for shapes in (MATRICES + OTHERS, MATRICES + OTHERS[:1], MATRICES)
 ]
 SCENARIOS.append(replace(SCENARIOS[0], dtype=torch.float32))
+SCENARIOS.append(Scenario(PAIRS, missing=True, second_rate=0.5))
 """Tried in this order until the class trains: what it does not take in plain PyTorch, it will not be given here."""
 
 
@@ -94,6 +102,8 @@ class Run:
     """The same after it."""
     refused: str | None = None
     """Why it can't be repeated on chunks, as far as one can see."""
+    unsupported: str | None = None
+    """Why it can't be repeated on all parameters together either."""
 
     def grad(self, step: int, number: int) -> torch.Tensor | None:
         """Return the gradient of a parameter in a step, drawn anew: those of all steps would take megabytes."""
@@ -141,37 +151,18 @@ def _profile(
 ) -> tuple[Profile | None, str | None]:
     """Return what a class needs, or why it can't run on chunks."""
     run = _run(kind, options, generators)
+    large = max(range(len(MATRICES)), key=lambda number: run.params[number].numel())
+    names = tuple(name for name, item in run.states[large].items() if is_listed(item, run.params[large]))
     reason = run.refused or _group_coupling(Instances(kind, options), run)
-    if reason is None:
-        large = max(range(len(MATRICES)), key=lambda number: math.prod(MATRICES[number]))
-        names = tuple(name for name, item in run.states[large].items() if is_listed(item, run.params[large]))
-        for whole in (False, True):
-            reason = _difference(Instances(kind, options), run, names, whole)
-            if reason is None:
-                return Profile(names, whole, run.writes), None
-    return None, reason
-
-
-class GlobalGenerators:
-    """State of the global random generators when it was created."""
-
-    def __init__(self) -> None:
-        self._torch, self._python, self._numpy = torch.get_rng_state(), random.getstate(), np.random.get_state()
-
-    @property
-    def used(self) -> bool:
-        """True if a generator has been used since."""
-        return not (
-            torch.equal(self._torch, torch.get_rng_state())
-            and self._python == random.getstate()
-            and all(np.array_equal(*pair) for pair in zip(self._numpy, np.random.get_state(), strict=True))
-        )
-
-    def restore(self) -> None:
-        """Return to that state."""
-        torch.set_rng_state(self._torch)
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)
+    for whole in () if reason is not None else (False, True):
+        reason = _difference(Instances(kind, options), run, names, whole)
+        if reason is None:
+            return Profile(names, whole, run.writes), None
+    generators.restore()
+    unsupported = run.unsupported or _difference_together(kind, options, run, names)
+    if unsupported is None:
+        return Profile(names, False, run.writes, together=True), None
+    return None, " and ".join(dict.fromkeys(each for each in (reason, unsupported) if each is not None))
 
 
 def _run(kind: type[torch.optim.Optimizer], options: Mapping[str, Any], generators: GlobalGenerators) -> Run:
@@ -191,25 +182,31 @@ def _run(kind: type[torch.optim.Optimizer], options: Mapping[str, Any], generato
 def _try(
     kind: type[torch.optim.Optimizer], options: Mapping[str, Any], scenario: Scenario, generators: GlobalGenerators
 ) -> Run:
+    generators.restore()
     values = [_normal(scenario, shape, -1 - number) for number, shape in enumerate(scenario.shapes)]
     params = [torch.nn.Parameter(value.clone()) for value in values]
     second = {name: value for name, value in defaults_of(kind, options).items() if name == "lr"}
     _change_rate(second, scenario.second_rate)
     optimizer = construct(kind, [{"params": params[::2]}, second | {"params": params[1::2]}], options)
     run = Run(params, [], values, scenario)
-    attributes = _attributes(optimizer)
+    attributes = attributes_of(optimizer)
+    if generators.used:
+        run.unsupported = "draws random numbers when it is created"
     for step in range(STEPS):
         for group in optimizer.param_groups:
             _change_rate(group, RATE_FACTORS[step % len(RATE_FACTORS)])
         for number, param in enumerate(params):
             param.grad = run.grad(step, number)
         run.before.append([options_of(_copy(group)) for group in optimizer.param_groups])
+        idle = [(param, param.detach().clone()) for param in params if param.grad is None]
         with counter_device():
             optimizer.step()
+        if not all(torch.equal(*pair) for pair in idle):
+            run.unsupported = "changes parameters that have no gradient"
         run.after.append([options_of(_copy(group)) for group in optimizer.param_groups])
-        run.refused = _refusal(optimizer, attributes, generators)
-        if run.refused is not None:
-            break
+        run.refused = run.refused or _refusal(optimizer, attributes, generators)
+    if changed := [name for name in differing(attributes, attributes_of(optimizer)) if name not in vars(optimizer)]:
+        run.unsupported = f"changes {', '.join(changed)} of its class"
     run.states = [dict(optimizer.state.get(param, {})) for param in params]
     return run
 
@@ -228,7 +225,7 @@ def _refusal(
     known = {id(param) for group in optimizer.param_groups for param in group["params"]}
     if any(id(key) not in known for key in optimizer.state):
         return "keeps a state that belongs to no parameter"
-    if changed := differing(attributes, _attributes(optimizer)):
+    if changed := differing(attributes, attributes_of(optimizer)):
         return f"changes {', '.join(changed)} outside of its states and param groups"
     return None
 
@@ -245,13 +242,6 @@ def _change_rate(group: dict[str, Any], factor: float) -> None:
 
 def _copy(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
-
-
-def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return copies of the attributes of an optimizer and of its classes, without states and param groups."""
-    classes = [each for each in type(optimizer).__mro__ if each not in torch.optim.Optimizer.__mro__]
-    attributes = {name: item for each in reversed(classes) for name, item in vars(each).items()} | vars(optimizer)
-    return {name: frozen(item) for name, item in attributes.items() if name not in ("state", "param_groups")}
 
 
 def _group_coupling(instances: Instances, run: Run) -> str | None:
@@ -301,6 +291,56 @@ def _difference(instances: Instances, run: Run, names: tuple[str, ...], whole: b
             expected, {name: found[name] for name in expected}
         ):
             return "updates parameters differently together and separately"
+    return None
+
+
+def _difference_together(
+    kind: type[torch.optim.Optimizer], options: Mapping[str, Any], run: Run, names: tuple[str, ...]
+) -> str | None:
+    """Update all parameters together; return how the results differ, None if they don't.
+
+    Values and states are in other memory in each step, and the old memory is overwritten. Halfway another object goes
+    on from what is saved.
+    """
+    optimizer, first = GroupOptimizer(kind, options), run.before[0]
+    optimizer.begin(first)
+    groups = [_copy(group) for group in first]
+    members = [Member(f"{number}", value.clone(), None) for number, value in enumerate(run.values)]
+    for member in members:
+        member.views = {name: torch.zeros_like(member.value) for name in names}
+    for step in range(STEPS):
+        if step == STEPS // 2:
+            saved = optimizer.saved()
+            optimizer = GroupOptimizer(kind, options)
+            optimizer.begin(first)
+            optimizer.restore(saved)
+        for group in groups if step else ():
+            _change_rate(group, RATE_FACTORS[step % len(RATE_FACTORS)])
+        moved = [
+            Member(
+                member.name,
+                member.value.clone(),
+                run.grad(step, number),
+                copy.deepcopy(member.memory) if step == STEPS // 2 else member.memory,
+                {name: view.clone() for name, view in member.views.items()},
+                member.has_state,
+            )
+            for number, member in enumerate(members)
+        ]
+        for member in members:
+            for tensor in (member.value, *member.views.values()):
+                tensor.fill_(math.nan)
+        members = moved
+        try:
+            optimizer.step(groups, [members[::2], members[1::2]])
+        except Exception as error:  # see `_run`
+            return f"can't update parameters together in other memory than before ({_line(error)})"
+        if any(differing(options_of(group), after) for group, after in zip(groups, run.after[step], strict=True)):
+            return "writes other options into its param groups once it is saved and resumed"
+    for member, param, state in zip(members, run.params, run.states, strict=True):
+        found = member.memory | {name: view for name, view in member.views.items() if name in state}
+        if not _agree(param.detach(), member.value) or not _agree(state, found if member.has_state else {}):
+            return "updates parameters differently once it is saved and resumed"
     return None
 
 

@@ -1,6 +1,6 @@
 """Access to this rank's shards of the chunk lists: parameters, masters, optimizer states and gradients."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
@@ -143,6 +143,27 @@ class LocalShards:
         sums = self.manager.chunks.get((GRAD32, index))
         return [] if sums is None else [sums]
 
+    def gradient_sums_of(self, managed: ManagedParam) -> list[Chunk]:
+        """Return the chunk of accumulated gradients of a parameter, if there is one."""
+        return self.gradient_sums(managed.location.chunk)
+
+    def gradient_list_bytes(self, managed: ManagedParam) -> int:
+        """Return the bytes of the gradient-list chunk of a parameter."""
+        return self.manager[PARAM32, managed.location.chunk].nbytes
+
+    def add_gradient_list(self, managed: ManagedParam, tier: Tier) -> Chunk:
+        """Allocate the gradient-list chunk of a parameter."""
+        numel = self.manager[PARAM32, managed.location.chunk].numel
+        return self.manager.new_chunk(GRAD32, managed.location.chunk, numel, managed.schema.master_dtype, tier)
+
+    def scale_gradient(self, managed: ManagedParam, scales: Sequence[float]) -> None:
+        """Write a parameter's gradient, with the accumulated part and scaled, into the gradient list on the host."""
+        self.ensure_local(managed)
+        scaled, sums = self.gradient(managed).together().scaled(scales), self.manager[GRAD32, managed.location.chunk]
+        managed.flat(sums).copy_(scaled)
+        self._count_transfer(managed, managed.shard_chunk, sums)
+        self.manager.mark_written(sums, on_device=False)
+
     def gradients_are_reduced(self, index: int) -> bool:
         """Return whether no gradient of a chunk that is complete on this rank awaits its reduction. Does not wait."""
         return True
@@ -281,9 +302,7 @@ class LocalShards:
         """Allocate the gradient-list chunk of a parameter if needed."""
         index = managed.location.chunk
         if (GRAD32, index) not in self.manager.chunks:
-            master_chunk = self.manager[PARAM32, index]
-            tier = self._grad_list_tier(master_chunk)
-            self.manager.new_chunk(GRAD32, index, master_chunk.numel, managed.schema.master_dtype, tier)
+            self.add_gradient_list(managed, self._grad_list_tier(self.manager[PARAM32, index]))
 
     def _grad_list_tier(self, master_chunk: Chunk) -> Tier:
         """Return the tier for a gradient-list chunk: the masters' tier, or disk if the host has no room."""

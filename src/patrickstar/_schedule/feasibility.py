@@ -121,3 +121,32 @@ def check_budgets(
         f"device_memory={min_device} with host_memory={host} bytes ({format_size(host)}). With less, add a disk: "
         f"ps.Config(disk=ps.Disk(directory))",
     )
+
+
+def check_together(layout: Layout, budgets: Budgets, gradient_bytes: int, staging_bytes: int, optimizer: str) -> None:
+    """Raise BudgetError if the host can't hold what an update of all parameters together needs there at once.
+
+    Args:
+        budgets: Without `gradient_bytes` and `staging_bytes` of the host. Without a disk the host also holds the
+            parameters that the device does not.
+        gradient_bytes: Bytes of all gradients in the masters' dtype.
+        staging_bytes: Host memory of buffers for transfers.
+        optimizer: Name of the optimizer.
+    """
+    param16 = [chunk.evictable_bytes for chunk in layout.chunks]
+    spilled = 0 if budgets.disk else min(sum(param16), max(0, sum(param16) - budgets.device) + 2 * max(param16))
+    short = layout.optimizer_bytes + spilled - budgets.host
+    if short <= 0:
+        return
+    together, given = layout.optimizer_bytes + gradient_bytes, budgets.host + gradient_bytes + staging_bytes
+    others = {"parameters": spilled, "buffers": staging_bytes}
+    beside = " and ".join(f"{nbytes} bytes of {name}" for name, nbytes in others.items() if nbytes)
+    once = f"at once, beside {beside}" if beside else "at once"
+    raise BudgetError(
+        f"{optimizer} updates all parameters together, so masters, states and gradients of {together} bytes "
+        f"({format_size(together)}) have to be on the host {once}, and its budget is {given} bytes "
+        f"({format_size(given)})",
+        short,
+        f"Raise host_memory by at least {short} bytes ({format_size(short)}), or use an optimizer that updates "
+        f"parameters one by one, such as ps.AdamW",
+    )

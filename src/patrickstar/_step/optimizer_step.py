@@ -17,6 +17,7 @@ from patrickstar._step.delayed_update import DelayedUpdates
 from patrickstar._step.disk_optimizer_step import DiskOptimizerStep
 from patrickstar._step.disk_update import count_update_transfers
 from patrickstar._step.failed_update import give_up
+from patrickstar._step.group_update import GroupUpdate
 from patrickstar._step.host_updates import HostUpdates
 from patrickstar._step.lock_free_update import LockFreeUpdates
 from patrickstar._step.running_updates import RunningUpdates
@@ -60,6 +61,8 @@ class OptimizerStep:
             if staging_size is not None
             else None
         )
+        self.together = GroupUpdate.of(optimizer, data, kernels, self.rules)
+        """Updates of all parameters together; None if chunks are updated one by one."""
         self.delayed: DelayedUpdates | None = None
         self.lock_free: LockFreeUpdates | None = None
         own = kernels, self.host_updates, self.running, self.disk_step
@@ -102,6 +105,9 @@ class OptimizerStep:
         Beside an accelerator updates are started: see [Note: running updates]. Late ones are started on every tier:
         see [Note: delayed updates] and [Note: lock-free updates].
         """
+        if self.together is not None:
+            self.together.run(scales)
+            return
         indices, first_use = list(self.data.by_chunk), self.data.tracer.trace.first_use
         if self.host_updates is not None or self.is_late:
             indices.sort(key=first_use)

@@ -89,7 +89,7 @@ class Speculation:
         self._host: HostSpeculation | None = None
         self._disk: DiskSpeculation | None = None
         self._speculators: list[Speculator] = []
-        if enabled:
+        if enabled and optimizer_step.together is None:
             if optimizer_step.host_updates is not None:
                 self._host = HostSpeculation(data, optimizer_step, optimizer_step.host_updates)
                 self._speculators.append(self._host)

@@ -13,9 +13,9 @@ from patrickstar._memory.disk_tier import STAGES, DiskTier
 from patrickstar._memory.hardware import Hardware
 from patrickstar._memory.host_arena import ALIGN_BYTES
 from patrickstar._memory.vm_pool import round_up
-from patrickstar._schedule.feasibility import check_budgets, working_set_bytes
+from patrickstar._schedule.feasibility import check_budgets, check_together, working_set_bytes
 from patrickstar._schedule.fragmentation import NO_FRAGMENTATION, Fragmentation
-from patrickstar._schedule.placement import Budgets, ChunkTiers, disk_bytes, initial_placement
+from patrickstar._schedule.placement import Budgets, ChunkTiers, Tier, disk_bytes, initial_placement
 from patrickstar._step.staging_pool import StagingSize
 from patrickstar._step.streamed_update import PIECE_NUMEL, buffer_bytes, buffer_count
 from patrickstar.config import Config, Delayed
@@ -123,13 +123,19 @@ def plan_tiers(
     buffers = _update_buffer_bytes(layout, rules) if hardware.has_gpu else 0
     libraries = library_bytes - fragmentation.unplanned_bytes(memory[0])
     check = partial(check_budgets, layout, together, device_memory=memory[0], fragmentation=fragmentation)
-    device, host = memory[0] - library_bytes, memory[1] - buffers - layout.buffer_bytes
+    optimizer = config.optimizer
+    gradients = layout.gradient_list_bytes if optimizer.updates_together else 0  # on the host, all at once
+    device, host = memory[0] - library_bytes, memory[1] - buffers - layout.buffer_bytes - gradients
     update_bytes = _update_bytes(layout, rules)
     working_set = max(working_set_bytes(layout, together), update_bytes)
+    if optimizer.updates_together and config.disk is None:
+        check_together(layout, Budgets(device, host), gradients, buffers, optimizer.name)
     in_memory = initial_placement(layout.chunks, Budgets(device, host), working_set)
+    if optimizer.updates_together and any(tiers.optimizer is not Tier.HOST for tiers in (in_memory or {}).values()):
+        in_memory = None
     free = hardware.free_disk_bytes(Path(config.disk.directory)) // sharing if config.disk is not None else 0
     if config.disk is None or in_memory is not None:
-        check(Budgets(device, host), buffers, libraries, update_bytes)
+        check(Budgets(device, host), buffers + gradients, libraries, update_bytes)
         assert in_memory is not None, "budgets were checked"
         return TierPlan(in_memory, buffer_bytes=buffers, staging_bytes=buffers)
     directory = Path(config.disk.directory)
@@ -152,8 +158,10 @@ def plan_tiers(
     whole_bytes = max((chunk.own_numel * MASTER_BYTES for chunk in whole), default=0)
     staging_size = StagingSize.choose(lists, largest, page_bytes, None if by_pages else whole_bytes, room)
     staging = buffers + io_bytes + staging_size.nbytes
-    budget = Budgets(device, memory[1] - layout.buffer_bytes - staging, capacity if capacity is not None else free)
-    check(budget, staging, libraries, update_bytes, with_disk=True)
+    budget = Budgets(device, host + buffers - staging, capacity if capacity is not None else free)
+    if optimizer.updates_together:
+        check_together(layout, budget, gradients, staging, optimizer.name)
+    check(budget, staging + gradients, libraries, update_bytes, with_disk=True)
     placement = initial_placement(layout.chunks, budget, working_set)
     assert placement is not None, "budgets were checked"
     nbytes = disk_bytes(layout.chunks, placement)

@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import model_validator
 from torch import nn
 
+from patrickstar._kernels.torch_optim_group import GroupOptimizer
 from patrickstar._kernels.update_rule import Rule
 from patrickstar._layout.schema import GRAD32, PARAM16, PARAM32
 from patrickstar._options import Options
@@ -41,6 +42,15 @@ class Optimizer(Options):
         Returns:
             The rule; its `kinds` name the states that it needs.
         """
+
+    @property
+    def updates_together(self) -> bool:
+        """True if an update needs all parameters at once, in host memory."""
+        return False
+
+    def group_optimizer(self) -> GroupOptimizer | None:
+        """Return a new optimizer object over all parameters if `updates_together`, else None."""
+        return None
 
     def written_options(self, group: Mapping[str, Any], updated: bool) -> dict[str, Any]:
         """Return the options that a step writes into a param group, such as a step count; by default none.

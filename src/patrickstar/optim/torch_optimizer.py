@@ -19,6 +19,7 @@ from patrickstar._kernels.torch_optim_adapter import (
     one_by_one,
     options_of,
 )
+from patrickstar._kernels.torch_optim_group import GroupOptimizer
 from patrickstar._kernels.torch_optim_probe import Profile, probe
 from patrickstar.errors import ConfigError
 from patrickstar.optim.muon import Muon
@@ -28,13 +29,14 @@ from patrickstar.optim.optimizer import Optimizer
 class TorchOptimizer(Optimizer):
     """Adapter for a subclass of `torch.optim.Optimizer`.
 
-    The class runs unchanged, on one parameter at a time, with its states in chunks. An update allocates temporaries of
-    the parameter's size. States that are not of the parameter's shape, such as factored moments, are kept beside the
-    chunks, on the tier of the last update. What the class writes into its param groups, such as a step count, it writes
-    once per step, as usual.
+    The class runs unchanged, with its states in chunks: on one parameter at a time, or, if that would be another
+    algorithm, on all parameters together, whose masters, states and gradients are then in host memory at once. An
+    update allocates temporaries of the parameter's size. States that are not of the parameter's shape, such as factored
+    moments, are kept beside the chunks, on the tier of the last update. What the class writes into its param groups,
+    such as a step count, it writes once per step, as usual.
 
     Raises:
-        ConfigError: The class does not update each parameter separately, or does not accept the options.
+        ConfigError: The class can't run on chunks, or does not accept the options.
     """
 
     kind: type[torch.optim.Optimizer]
@@ -53,7 +55,7 @@ class TorchOptimizer(Optimizer):
             The adapter, or `Muon` for `torch.optim.Muon`, which takes matrices only; None for any other value.
 
         Raises:
-            ConfigError: The class does not update each parameter separately, or does not accept the options.
+            ConfigError: The class can't run on chunks, or does not accept the options.
         """
         bound = isinstance(value, functools.partial)
         kind, options = (value.func, value.keywords) if bound else (value, {})
@@ -87,6 +89,15 @@ class TorchOptimizer(Optimizer):
     def _profile(self) -> Profile:
         return probe(self.kind, self._all_options)
 
+    @property
+    def updates_together(self) -> bool:
+        """True if the class couples parameters, draws random numbers, or keeps something beside their states."""
+        return self._profile.together
+
+    def group_optimizer(self) -> GroupOptimizer | None:
+        """Return a new object of the class over all parameters if `updates_together`, else None."""
+        return GroupOptimizer(self.kind, self._all_options) if self._profile.together else None
+
     def states_for(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the states that a param group needs, found by updating small tensors with its options.
 
@@ -110,10 +121,13 @@ class TorchOptimizer(Optimizer):
         if key not in self._profiles:
             self._profiles[key] = probe(self.kind, self._all_options | changed)
         profile = self._profiles[key]
-        if (profile.whole and not self._profile.whole) or (profile.writes and not self._profile.writes):
+        own = self._profile
+        needs_more = (profile.whole and not own.whole) or (profile.writes and not own.writes) or profile.together
+        if needs_more and not own.together:
             raise ConfigError(
-                f"a param group sets {', '.join(changed)}, with which {self.name} needs whole parameters or writes "
-                f"into its param groups, and with its other options it does not: set them in the options"
+                f"a param group sets {', '.join(changed)}, with which {self.name} needs whole parameters, or all at "
+                f"once, or writes into its param groups, and with its other options it does not: set them in the "
+                f"options"
             )
         return profile.names
 
@@ -177,7 +191,7 @@ class TorchOptimizer(Optimizer):
     def rule(self, group: Mapping[str, Any], step: int, memory: dict[str, Any]) -> TorchOptimRule:
         """Return the rule of one update by the class; see `Optimizer.rule`."""
         options, profile, after = options_of(group), self._profile, None
-        if profile.writes:
+        if profile.writes and not profile.together:
             key = frozen(options)
             if key not in self._options_after:
                 self._options_after[key] = self._instances.options_after(options, updated=True)
@@ -187,7 +201,7 @@ class TorchOptimizer(Optimizer):
     def written_options(self, group: Mapping[str, Any], updated: bool) -> dict[str, Any]:
         """Return the options that the class writes into a param group; see `Optimizer.written_options`."""
         self._options_after.clear()
-        if not self._profile.writes:
+        if not self._profile.writes or self._profile.together:
             return {}
         after = self._instances.options_after(options_of(group), updated)
         return {name: after[name] for name in differing(options_of(group), after)}
