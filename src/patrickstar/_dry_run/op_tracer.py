@@ -52,6 +52,11 @@ _FREE_OPS = {
 """Operators other than views that touch no bytes."""
 
 
+PRODUCT_4BIT = "bitsandbytes::gemm_4bit"
+"""Product of a matrix and a packed one, (matrix, packed, shape of the packed one, ...)."""
+UNPACKING_4BIT = ("bitsandbytes::dequantize_4bit", "bitsandbytes::dequantize_4bit.out")
+
+
 def is_free(func: Any) -> bool:
     """Return whether an operator touches no bytes: views and plain allocations."""
     return func.is_view or func.overloadpacket in _FREE_OPS
@@ -60,6 +65,9 @@ def is_free(func: Any) -> bool:
 def operations(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
     """Count the multiplications and additions of an operator's matrix products."""
     aten = torch.ops.aten
+    if func.name() == PRODUCT_4BIT:
+        outputs, inputs = args[2]
+        return 2 * (args[0].numel() // inputs) * outputs * inputs
     if func.overloadpacket is aten._scaled_dot_product_flash_attention_for_cpu:
         return int(sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape))
     if func.overloadpacket is aten._scaled_dot_product_flash_attention_for_cpu_backward:
@@ -68,10 +76,21 @@ def operations(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: An
     return int(count(*args, **kwargs, out_val=out)) if count is not None else 0
 
 
-def matrix_size(args: tuple[Any, ...]) -> int | None:
+def matrix_size(func: Any, args: tuple[Any, ...]) -> int | None:
     """Return the smallest side of the multiplied matrices; None for batched products and other operators."""
+    if func.name() == PRODUCT_4BIT:
+        outputs, inputs = args[2]
+        return int(min(args[0].numel() // inputs, outputs, inputs))
     matrices = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.dim() == 2]
     return min(side for matrix in matrices for side in matrix.shape) if len(matrices) >= 2 else None
+
+
+def unpacked_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+    """Return the bytes that an operator reads and writes to unpack a matrix of 4 bits; 0 for other operators."""
+    if func.name() == PRODUCT_4BIT:  # into 16 bits, then multiplied
+        outputs, inputs = args[2]
+        return int(args[1].nbytes + outputs * inputs * args[0].itemsize)
+    return touched_bytes(args, kwargs, out) if func.name() in UNPACKING_4BIT else 0
 
 
 def touched_bytes(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:

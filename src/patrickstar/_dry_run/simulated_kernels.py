@@ -85,7 +85,7 @@ def roofline(machine: Machine) -> OpCosts:
     bandwidth = (machine.gpu or machine.host).memory_bandwidth
 
     def cost(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OpCost:
-        compute_s = operations(func, args, kwargs, out) / machine.matmul_rate(matrix_size(args))
+        compute_s = operations(func, args, kwargs, out) / machine.matmul_rate(matrix_size(func, args))
         return OpCost(max(compute_s, touched_bytes(args, kwargs, out) / bandwidth))
 
     return cost

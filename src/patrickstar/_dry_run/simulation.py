@@ -50,6 +50,9 @@ MIN_STEPS, MAX_STEPS = 3, 8
 """At least a warm-up step, a planned step and one that starts from the end state of a planned step; then until a step
 transfers the same bytes as the previous one."""
 
+QUANT_STATE = "quant_state"
+"""Attribute of a parameter of 4 bits (bitsandbytes): the constants of its blocks."""
+
 Step = Callable[[Any], None]
 """One step of a training loop: forward, backward, update. Its argument is the engine."""
 
@@ -162,7 +165,12 @@ def copy_to_meta(module: nn.Module) -> nn.Module:
     memo: dict[int, Any] = {}
     for param in module.parameters():
         with torch._C.DisableTorchFunctionSubclass():
-            memo[id(param)] = nn.Parameter(torch.empty_like(param, device=META), requires_grad=param.requires_grad)
+            copied = nn.Parameter(torch.empty_like(param, device=META), requires_grad=param.requires_grad)
+        # The layer of a parameter of 4 bits looks for its constants there; they are shared, since they are only read.
+        if (constants := vars(param).get(QUANT_STATE)) is not None:
+            setattr(copied, QUANT_STATE, constants)
+            memo[id(constants)] = constants
+        memo[id(param)] = copied
     for buffer in module.buffers():
         memo[id(buffer)] = torch.empty_like(buffer, device=META)
     return copy.deepcopy(module, memo)
