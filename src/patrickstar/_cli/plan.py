@@ -7,6 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from patrickstar._cli.console import print_text
+from patrickstar._perf_model.adapters import adapters_of
 from patrickstar._plan.planned_model import find_planned_model
 from patrickstar._plan.planner import search_of
 
@@ -29,6 +30,9 @@ class PlanOptions:
     batch: int | None
     sequence: int
     activation_checkpointing: bool | None
+    precision: str
+    lora: int | None
+    qlora: int | None
     largest: bool
     least_tflops: float
     dry_run: bool
@@ -50,15 +54,19 @@ def plan(options: PlanOptions, console: Console) -> None:
         disk=options.disk,
         batch=options.batch,
         activation_checkpointing=options.activation_checkpointing,
+        precision=options.precision,
         dry_run=options.dry_run,
     )
+    adapters = adapters_of(options.lora, options.qlora)
     # A terminal shows what goes on, until the plan is there.
     with Console(stderr=True).status("a GPT" if options.largest else options.model) as status:
         search = replace(search, say=status.update)
         if options.largest:
             model = search.largest(options.sequence, options.capacity_factor, options.least_tflops)
         else:
-            model = find_planned_model(options.model, options.sequence, search.machine, options.capacity_factor)
+            model = find_planned_model(
+                options.model, options.sequence, search.machine, options.capacity_factor, adapters
+            )
         found = search.plan(model)
     if options.as_json:
         console.print_json(json.dumps(found.as_dict()))

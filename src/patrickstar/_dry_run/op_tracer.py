@@ -68,10 +68,16 @@ def operations(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: An
     if func.name() == PRODUCT_4BIT:
         outputs, inputs = args[2]
         return 2 * (args[0].numel() // inputs) * outputs * inputs
-    if func.overloadpacket is aten._scaled_dot_product_flash_attention_for_cpu:
-        return int(sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape))
-    if func.overloadpacket is aten._scaled_dot_product_flash_attention_for_cpu_backward:
-        return int(sdpa_backward_flop_count(*(args[index].shape for index in range(4))))
+    if func.overloadpacket in (
+        aten._scaled_dot_product_flash_attention_for_cpu,
+        aten._scaled_dot_product_flash_attention,
+    ):
+        return int(sdpa_flop_count(*_with_all_heads(args[:3])))
+    if func.overloadpacket in (
+        aten._scaled_dot_product_flash_attention_for_cpu_backward,
+        aten._scaled_dot_product_flash_attention_backward,
+    ):
+        return int(sdpa_backward_flop_count(*_with_all_heads(args[:4])))
     count = flop_registry.get(func.overloadpacket)
     return int(count(*args, **kwargs, out_val=out)) if count is not None else 0
 
@@ -83,6 +89,12 @@ def matrix_size(func: Any, args: tuple[Any, ...]) -> int | None:
         return int(min(args[0].numel() // inputs, outputs, inputs))
     matrices = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.dim() == 2]
     return min(side for matrix in matrices for side in matrix.shape) if len(matrices) >= 2 else None
+
+
+def _with_all_heads(tensors: tuple[torch.Tensor, ...]) -> list[tuple[int, ...]]:
+    """Return the shapes of operands of attention, of which keys and values may have fewer heads, one for several."""
+    heads = max(tensor.shape[-3] for tensor in tensors)
+    return [(*tensor.shape[:-3], heads, *tensor.shape[-2:]) for tensor in tensors]
 
 
 def unpacked_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
@@ -345,9 +357,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    if enable_gqa and key.shape[-3] != query.shape[-3]:
-        groups = query.shape[-3] // key.shape[-3]
-        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+    # These kernels read keys and values with fewer heads as they are.
     aten = torch.ops.aten
     if device_type == "cpu" and dropout_p == 0.0:
         mask = attn_mask
@@ -360,7 +370,9 @@ def _attention(
     if device_type == "cuda" and attn_mask is None:
         out = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
         return out
-    return torch._C._nn.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
+    return torch._C._nn.scaled_dot_product_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from torch import nn
 
 from patrickstar._dry_run.op_tracer import OpCost, matrix_size, operations, unpacked_bytes
 from patrickstar._dry_run.simulated_kernels import roofline
-from patrickstar._dry_run.simulation import EngineFactory, Step, on_meta, simulate
+from patrickstar._dry_run.simulation import QUANT_STATE, EngineFactory, Step, constants_bytes, on_meta, simulate
 from patrickstar._layout.chunk_mapping import Layout
 from patrickstar._perf_model.machine_spec import Machine
 from patrickstar._perf_model.workload import Workload, Workloads
@@ -45,11 +45,16 @@ class _OpCounter:
         return self.costs(func, args, kwargs, out)
 
 
-def _size(layout: Layout, trained: bool) -> tuple[int, int]:
-    """Return the elements, and the bytes in their compute dtypes, of the parameters that are trained, or of others."""
-    specs = {chunk.index: chunk.schema for chunk in layout.chunks if chunk.schema.trained is trained}
-    located = [(each.numel, specs[each.chunk]) for each in layout.locations.values() if each.chunk in specs]
-    return sum(numel for numel, _ in located), sum(numel * schema.compute.itemsize for numel, schema in located)
+def _compute_bytes(layout: Layout, trained: bool) -> int:
+    """Return the bytes in their compute dtypes, of the parameters that are trained, or of the others."""
+    sizes = {each.index: each.schema.compute.itemsize for each in layout.chunks if each.schema.trained is trained}
+    return sum(each.numel * sizes.get(each.chunk, 0) for each in layout.locations.values())
+
+
+def _numel(param: nn.Parameter) -> int:
+    """Return the elements of a parameter; those of 4 bits are packed, two in a byte."""
+    constants = vars(param).get(QUANT_STATE)
+    return param.numel() if constants is None else int(constants.shape.numel())
 
 
 def traced_workloads(
@@ -58,7 +63,6 @@ def traced_workloads(
     step_of: Callable[[int], Step],
     tokens_of: Callable[[int], int],
     machine: Machine,
-    fixed_bytes: int = 0,
 ) -> Workloads:
     """Return a function from (batch, checkpointing) to the workload of one dry-run step.
 
@@ -67,7 +71,6 @@ def traced_workloads(
         step_of: Returns a step over a batch of the given number of sequences.
         tokens_of: Returns the number of tokens in such a batch.
         machine: Decides by its type which attention kernels are used.
-        fixed_bytes: Bytes of the model on the device that are no parameters, such as quantization constants.
 
     Raises:
         ModelError: A module cannot run on meta tensors; the message names it.
@@ -84,6 +87,12 @@ def traced_workloads(
             step(engine)
 
         model = on_meta(build(checkpointing))
+        trained_params, frozen_params = (
+            sum(_numel(param) for param in model.parameters() if param.requires_grad is trained)
+            for trained in (True, False)
+        )
+        # On a GPU the trace has the constants, on a CPU they are outside of all budgets.
+        outside_bytes = constants_bytes(model) if machine.gpu is None else 0
         # The smallest possible chunks: those that hold the largest parameter.
         sizes = [param.numel() for param in model.parameters()]
         largest, numel = max(sizes, default=1), sum(sizes)
@@ -99,20 +108,20 @@ def traced_workloads(
         nbytes = {chunk.index: chunk.compute_bytes for chunk in layout.chunks}
         used = [set(moment.chunks) for moment in report.trace.moments if moment.chunks]
         working = (sum(nbytes[index] for index in chunks | following) for chunks, following in pairwise(used))
-        trained, frozen = (_size(layout, trained) for trained in (True, False))
+        trained_bytes, frozen_bytes = (_compute_bytes(layout, trained) for trained in (True, False))
         size = counter.sized_operations / counter.operations_over_size if counter.operations_over_size else 1
         return Workload(
-            params=trained[0],
+            params=trained_params,
             batch=batch,
             tokens=tokens_of(batch),
             checkpointing=checkpointing,
             operations=counter.operations,
             matrix_size=max(1, round(size)),
-            non_model_bytes=report.trace.peak_non_model_bytes + fixed_bytes,
+            non_model_bytes=report.trace.peak_non_model_bytes + outside_bytes,
             working_bytes=max(working, default=max(nbytes.values())),
-            param_bytes=trained[1] / trained[0],
-            frozen_params=frozen[0],
-            frozen_bytes=frozen[1],
+            param_bytes=trained_bytes / trained_params,
+            frozen_params=frozen_params,
+            frozen_bytes=frozen_bytes,
             unpacked_bytes=counter.unpacked_bytes,
         )
 
