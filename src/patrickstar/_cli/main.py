@@ -214,8 +214,12 @@ def train(
 @app.command()
 def plan(
     model: Annotated[
-        str, typer.Option(help="Preset such as gpt-12b, open model such as llama-3-8b, config.json, or folder.")
-    ] = "gpt-12b",
+        str | None,
+        typer.Option(
+            help="Preset such as gpt-12b, open model such as llama-3-8b, config.json, or folder. Default: a table of "
+            "the open models that fit."
+        ),
+    ] = None,
     machine: Annotated[
         str | None,
         typer.Option(

@@ -8,15 +8,18 @@ from rich.console import Console
 
 from patrickstar._cli.console import print_text
 from patrickstar._perf_model.adapters import adapters_of
+from patrickstar._plan.model_table import models_that_fit
 from patrickstar._plan.planned_model import find_planned_model
 from patrickstar._plan.planner import search_of
+from patrickstar._plan.search import Search
+from patrickstar.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class PlanOptions:
     """Options of ``patrickstar plan``, by their names on the command line."""
 
-    model: str
+    model: str | None
     machine: str | None
     gpu: str | None
     nodes: int
@@ -40,8 +43,14 @@ class PlanOptions:
     as_json: bool
 
 
+RANK = 16
+"""Rank of the adapters in the table of models, if none is given."""
+OF_MODELS = {"nodes": 1, "tp": 1, "ep": 1, "capacity_factor": None, "html": None}
+"""Options that a table of models has no use for, and their defaults."""
+
+
 def plan(options: PlanOptions, console: Console) -> None:
-    """Print the plan. Raise ConfigError for unknown names and impossible meshes, BudgetError if nothing fits."""
+    """Print the plan, or without a model the open models that fit. Raise ConfigError for unknown names and impossible meshes, BudgetError if nothing fits."""
     search = search_of(
         machine=options.machine,
         gpu=options.gpu,
@@ -58,10 +67,13 @@ def plan(options: PlanOptions, console: Console) -> None:
         dry_run=options.dry_run,
     )
     adapters = adapters_of(options.lora, options.qlora)
+    if options.model is None and not options.largest:
+        _print_table(options, search, console)
+        return
     # A terminal shows what goes on, until the plan is there.
-    with Console(stderr=True).status("a GPT" if options.largest else options.model) as status:
+    with Console(stderr=True).status(options.model or "a GPT") as status:
         search = replace(search, say=status.update)
-        if options.largest:
+        if options.model is None or options.largest:
             model = search.largest(options.sequence, options.capacity_factor, options.least_tflops)
         else:
             model = find_planned_model(
@@ -76,3 +88,19 @@ def plan(options: PlanOptions, console: Console) -> None:
         found.write_html(options.html)
         if not options.as_json:
             print_text(console, f"{options.html} shows this plan in a browser")
+
+
+def _print_table(options: PlanOptions, search: Search, console: Console) -> None:
+    """Print the open models that fit the machine."""
+    given = [name for name, default in OF_MODELS.items() if getattr(options, name) != default]
+    if options.precision == "fp32":
+        given.append("precision")
+    if given:
+        option = f"--{given[0].replace('_', '-')} {getattr(options, given[0])}"
+        raise ConfigError(f"{option} is for the plan of one model: add --model NAME")
+    with Console(stderr=True).status("estimating the open models"):
+        table = models_that_fit(search, options.sequence, options.lora or options.qlora or RANK)
+    if options.as_json:
+        console.print_json(json.dumps(table.as_dict()))
+    else:
+        print_text(console, str(table))

@@ -54,7 +54,6 @@ _FREE_OPS = {
 
 PRODUCT_4BIT = "bitsandbytes::gemm_4bit"
 """Product of a matrix and a packed one, (matrix, packed, shape of the packed one, ...)."""
-UNPACKING_4BIT = ("bitsandbytes::dequantize_4bit", "bitsandbytes::dequantize_4bit.out")
 
 
 def is_free(func: Any) -> bool:
@@ -97,12 +96,12 @@ def _with_all_heads(tensors: tuple[torch.Tensor, ...]) -> list[tuple[int, ...]]:
     return [(*tensor.shape[:-3], heads, *tensor.shape[-2:]) for tensor in tensors]
 
 
-def unpacked_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-    """Return the bytes that an operator reads and writes to unpack a matrix of 4 bits; 0 for other operators."""
-    if func.name() == PRODUCT_4BIT:  # into 16 bits, then multiplied
-        outputs, inputs = args[2]
-        return int(args[1].nbytes + outputs * inputs * args[0].itemsize)
-    return touched_bytes(args, kwargs, out) if func.name() in UNPACKING_4BIT else 0
+def unpacked_bytes(func: Any, args: tuple[Any, ...]) -> int:
+    """Return the bytes that a product with a packed matrix reads and writes to unpack it; 0 for other operators."""
+    if func.name() != PRODUCT_4BIT:
+        return 0
+    outputs, inputs = args[2]
+    return int(args[1].nbytes + outputs * inputs * args[0].itemsize)
 
 
 def touched_bytes(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:

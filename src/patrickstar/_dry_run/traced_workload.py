@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from patrickstar._dry_run.op_tracer import OpCost, matrix_size, operations, unpacked_bytes
-from patrickstar._dry_run.simulated_kernels import roofline
+from patrickstar._dry_run.op_tracer import OpCost, matrix_size, operations, touched_bytes, unpacked_bytes
+from patrickstar._dry_run.simulated_kernels import limited_by_traffic, roofline
 from patrickstar._dry_run.simulation import QUANT_STATE, EngineFactory, Step, constants_bytes, on_meta, simulate
 from patrickstar._layout.chunk_mapping import Layout
 from patrickstar._perf_model.machine_spec import Machine
@@ -25,19 +25,22 @@ class _OpCounter:
     """Cost model that also counts floating-point operations and matrix sizes."""
 
     def __init__(self, machine: Machine) -> None:
-        self.costs = roofline(machine)
+        self.costs, self._machine = roofline(machine), machine
         self.operations = 0
-        self.unpacked_bytes = 0
-        """Bytes read and written to unpack parameters of 4 bits."""
+        self.other_bytes = 0
+        """Bytes of operators that take the time of their memory traffic."""
         self.sized_operations = 0
         """Operations of matrix products with a known size."""
         self.operations_over_size = 0.0
         """Sum of their operations divided by their matrix size."""
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OpCost:
-        count = operations(func, args, kwargs, out)
+        count, nbytes = operations(func, args, kwargs, out), touched_bytes(args, kwargs, out)
         self.operations += count
-        self.unpacked_bytes += unpacked_bytes(func, args, kwargs, out)
+        if limited_by_traffic(self._machine, count, nbytes):
+            self.other_bytes += nbytes
+            return self.costs(func, args, kwargs, out)
+        self.other_bytes += unpacked_bytes(func, args)
         size = matrix_size(func, args)
         if count and size:
             self.sized_operations += count
@@ -84,6 +87,7 @@ def traced_workloads(
 
         def recorded_step(engine: Any) -> None:
             engines.append(engine)
+            counter.other_bytes = 0  # what the engine's construction takes is not of the step
             step(engine)
 
         model = on_meta(build(checkpointing))
@@ -122,7 +126,7 @@ def traced_workloads(
             param_bytes=trained_bytes / trained_params,
             frozen_params=frozen_params,
             frozen_bytes=frozen_bytes,
-            unpacked_bytes=counter.unpacked_bytes,
+            other_bytes=counter.other_bytes,
         )
 
     return workload

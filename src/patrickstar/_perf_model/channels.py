@@ -69,7 +69,7 @@ def channels(
         read_bytes = read_bytes + frozen.read_bytes
         ram_bytes = ram_bytes + frozen.ram_bytes
     ram_bytes = ram_bytes + read_bytes + write_bytes
-    on_device = total([data.device_update_bytes for data in model_data]) + one * work.unpacked_bytes
+    on_device = total([data.device_update_bytes for data in model_data]) + one * work.other_bytes
     if machine.gpu is not None:
         compute = compute + on_device / machine.gpu.memory_bandwidth
     else:

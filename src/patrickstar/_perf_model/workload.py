@@ -81,8 +81,8 @@ class Workload:
     """Elements of frozen parameters, which have no gradients, masters and states."""
     frozen_bytes: int = 0
     """Bytes of frozen parameters, as operators read them."""
-    unpacked_bytes: int = 0
-    """Bytes that a step reads and writes on the device to unpack frozen parameters of 4 bits."""
+    other_bytes: int = 0
+    """Bytes of operators on the device that take the time of their memory traffic, as far as they are known."""
 
     @property
     def process_params(self) -> int:
