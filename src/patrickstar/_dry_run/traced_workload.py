@@ -27,8 +27,9 @@ class _OpCounter:
     def __init__(self, machine: Machine) -> None:
         self.costs, self._machine = roofline(machine), machine
         self.operations = 0
+        self.thin_operations = 0
         self.other_bytes = 0
-        """Bytes of operators that take the time of their memory traffic."""
+        """Operations and bytes of operators that take the time of their memory traffic."""
         self.sized_operations = 0
         """Operations of matrix products with a known size."""
         self.operations_over_size = 0.0
@@ -39,6 +40,7 @@ class _OpCounter:
         self.operations += count
         if limited_by_traffic(self._machine, count, nbytes):
             self.other_bytes += nbytes
+            self.thin_operations += count
             return self.costs(func, args, kwargs, out)
         self.other_bytes += unpacked_bytes(func, args)
         size = matrix_size(func, args)
@@ -127,6 +129,7 @@ def traced_workloads(
             frozen_params=frozen_params,
             frozen_bytes=frozen_bytes,
             other_bytes=counter.other_bytes,
+            thin_operations=counter.thin_operations,
         )
 
     return workload

@@ -51,7 +51,7 @@ def channels(
     """
     gpus, host = mesh.gpus, machine.host
     links = _links(work, machine, mesh, model_data, frozen, one)
-    operations_s = work.operations / machine.matmul_rate(work.matrix_size)
+    operations_s = (work.operations - work.thin_operations) / machine.matmul_rate(work.matrix_size)
     if work.experts is not None:
         rate = machine.matmul_rate(work.experts.matrix_size)
         operations_s += work.experts.imbalance * work.experts.operations / rate

@@ -18,11 +18,13 @@ BLOCK_NUMEL, CODE_BYTES = 64, 64
 CAPPED_BYTES = HALF
 """Bytes per logit of the tanh that caps them."""
 
-LOGIT_TRAFFIC, CAPPED_TRAFFIC, GRADIENT_TRAFFIC = 48, 20, 14
-"""Bytes read and written per logit, to cap it, and per trained element, beside matrix products."""
-SAVED_TRAFFIC, RECOMPUTED_TRAFFIC = 4.7, 2.75
+LOGIT_TRAFFIC, CAPPED_TRAFFIC = 48, 20
+"""Bytes read and written per logit, and to cap it, beside matrix products."""
+GRADIENT_TRAFFIC, EMBEDDING_TRAFFIC, TIED_TRAFFIC = 4.4, 9, 14
+"""Bytes read and written for the gradient of an element: of a layer, of embedding or head, of both if they are tied."""
+SAVED_TRAFFIC, RECOMPUTED_TRAFFIC = 10, 2.75
 """Bytes read and written by a layer's element-wise operators per byte that it saves, and in a recomputation."""
-ADAPTED_TRAFFIC, RECOMPUTED_ADAPTED_TRAFFIC = 79, 27
+ADAPTED_TRAFFIC, RECOMPUTED_ADAPTED_TRAFFIC = 54, 27
 """Bytes read and written per element of the output of a linear layer with an adapter: casts, scaling and sums in fp32."""
 
 
@@ -82,7 +84,7 @@ class Decoder:
     def workload(self, batch: int, sequence: int, checkpointing: bool, adapters: Adapters | None) -> Workload:
         """Return the workload of a step of one process, with fused attention."""
         tokens = batch * sequence
-        operations, size = self._products(tokens, checkpointing, adapters)
+        products, thin, size = self._products(tokens, checkpointing, adapters)
         attention = 4 * tokens * sequence * self.heads * self.head_dim
         packed = adapters is not None and adapters.quantized
         linears = self.layers * self.linear_numel
@@ -94,7 +96,7 @@ class Decoder:
             tokens=tokens,
             checkpointing=checkpointing,
             # Forward, two and a half times as much in backward, and forward again if it is recomputed.
-            operations=operations + self.layers * attention * (4.5 if checkpointing else 3.5),
+            operations=products + thin + self.layers * attention * (4.5 if checkpointing else 3.5),
             matrix_size=max(1, round(size)),
             non_model_bytes=self._non_model_bytes(tokens, checkpointing, adapters),
             working_bytes=HALF * (self.vocab * self.hidden + self.layer_numel),
@@ -102,10 +104,11 @@ class Decoder:
             frozen_params=frozen,
             frozen_bytes=HALF * (frozen - linears) + packed_bytes if packed else HALF * frozen,
             other_bytes=self._other_bytes(tokens, checkpointing, adapters),
+            thin_operations=thin,
         )
 
-    def _products(self, tokens: int, checkpointing: bool, adapters: Adapters | None) -> tuple[float, float]:
-        """Return the operations of products with weights, and the mean of the products' smallest sides.
+    def _products(self, tokens: int, checkpointing: bool, adapters: Adapters | None) -> tuple[float, float, float]:
+        """Return the operations of products with the base and with adapters, and the mean of the former's smallest sides.
 
         A trained weight takes part in three products: of forward, of the gradient of its input and of its own. A frozen
         one has no gradient, and takes part in two. Recomputation repeats those of forward. The products of adapters are thin: they take the time of their traffic, whatever their sides.
@@ -129,7 +132,7 @@ class Decoder:
         if adapters is not None:
             widths = sum(inputs + outputs for inputs, outputs in self.linears)
             thin = self.layers * (3 + again) * 2 * tokens * widths * adapters.rank
-        return total + thin, total / over_size
+        return total, thin, total / over_size
 
     def _saved_bytes(self, adapters: Adapters | None) -> int:
         """Return the bytes that a layer saves for backward per token.
@@ -156,7 +159,10 @@ class Decoder:
         at_loss = kept + logits + hidden
         gradient = HALF * (self.expert_numel * self.experts or self.ffn * self.hidden) if adapters is None else 0
         in_layer = kept + (layer if checkpointing else 0) + 7 * self.top_k * self.ffn * tokens + gradient
-        at_head = kept + 6 * tokens * self.vocab + (0 if adapters else HALF * self.vocab * self.hidden)
+        at_head = 0
+        if adapters is None:  # the head's gradient, or of a tied one also the embedding's and their sum
+            gradients = (3 if self.tied else 1) * HALF * self.vocab * self.hidden
+            at_head = gradients + (0 if self.tied else kept + HALF * tokens * self.vocab)
         constants = 0
         if adapters is not None and adapters.quantized:
             blocks = sum(-(-inputs * outputs // BLOCK_NUMEL) for inputs, outputs in self.linears)
@@ -168,7 +174,8 @@ class Decoder:
         nbytes = self.layers * traffic * tokens * self._saved_bytes(None)
         nbytes += tokens * self.vocab * (LOGIT_TRAFFIC + (CAPPED_TRAFFIC if self.capped else 0))
         if adapters is None:
-            return round(nbytes + GRADIENT_TRAFFIC * self.numel)
+            embedding = self.vocab * self.hidden * (TIED_TRAFFIC if self.tied else 2 * EMBEDDING_TRAFFIC)
+            return round(nbytes + GRADIENT_TRAFFIC * self.layers * self.layer_numel + embedding)
         adapted = ADAPTED_TRAFFIC + (RECOMPUTED_ADAPTED_TRAFFIC if checkpointing else 0)
         nbytes += self.layers * adapted * tokens * sum(outputs for _, outputs in self.linears)
         products = 4 if checkpointing else 3  # as in `_products`: each reads or writes both widths in fp32

@@ -83,6 +83,8 @@ class Workload:
     """Bytes of frozen parameters, as operators read them."""
     other_bytes: int = 0
     """Bytes of operators on the device that take the time of their memory traffic, as far as they are known."""
+    thin_operations: float = 0
+    """Operations among them: products of long and thin matrices."""
 
     @property
     def process_params(self) -> int:
