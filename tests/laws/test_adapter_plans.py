@@ -65,9 +65,7 @@ class Draw:
         dtype, base = DTYPES[self.precision], LlamaForCausalLM(self.config())
         if self.quantized:
             base.save_pretrained(folder)
-            in_4bit = BitsAndBytesConfig(
-                load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
-            )
+            in_4bit = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
             base = LlamaForCausalLM.from_pretrained(
                 folder, dtype=dtype, quantization_config=in_4bit, device_map={"": "cpu"}
             )
@@ -156,6 +154,7 @@ def _no_avx512_kernels(monkeypatch):
     monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: False)
 
 
+@pytest.mark.long("each draw is traced, dry-run with measured operators, and trained")
 @settings(max_examples=draws(20), deadline=None, print_blob=True)
 @given(settled)
 def test_a_plan_of_adapters_has_the_bytes_of_a_run(tmp_path_factory, draw):

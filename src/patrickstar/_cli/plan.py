@@ -50,7 +50,12 @@ OF_MODELS = {"nodes": 1, "tp": 1, "ep": 1, "capacity_factor": None, "html": None
 
 
 def plan(options: PlanOptions, console: Console) -> None:
-    """Print the plan, or without a model the open models that fit. Raise ConfigError for unknown names and impossible meshes, BudgetError if nothing fits."""
+    """Print the plan, or without a model the open models that fit.
+
+    Raises:
+        ConfigError: A name is unknown, a mesh is impossible, or an option is for one model.
+        BudgetError: Nothing fits.
+    """
     search = search_of(
         machine=options.machine,
         gpu=options.gpu,
@@ -67,6 +72,8 @@ def plan(options: PlanOptions, console: Console) -> None:
         dry_run=options.dry_run,
     )
     adapters = adapters_of(options.lora, options.qlora)
+    if options.largest and adapters is not None:
+        raise ConfigError(f"--{'qlora' if adapters.quantized else 'lora'} {adapters.rank} is for the plan of one model")
     if options.model is None and not options.largest:
         _print_table(options, search, console)
         return

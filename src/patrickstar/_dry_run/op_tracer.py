@@ -66,7 +66,7 @@ def operations(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: An
     aten = torch.ops.aten
     if func.name() == PRODUCT_4BIT:
         outputs, inputs = args[2]
-        return 2 * (args[0].numel() // inputs) * outputs * inputs
+        return int(2 * (args[0].numel() // inputs) * outputs * inputs)
     if func.overloadpacket in (
         aten._scaled_dot_product_flash_attention_for_cpu,
         aten._scaled_dot_product_flash_attention,

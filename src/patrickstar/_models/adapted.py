@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from patrickstar._dry_run.simulation import META, QUANT_STATE
+from patrickstar._dry_run.simulated_hardware import META
+from patrickstar._dry_run.simulation import QUANT_STATE
 from patrickstar._perf_model.adapters import Adapters
 from patrickstar.errors import ConfigError, ModelError
 
@@ -49,27 +50,29 @@ def adapted(build: Callable[[], nn.Module], adapters: Adapters, dtype: torch.dty
             except ValueError as error:
                 raise ModelError(f"peft can't add adapters: {error}") from error
         model.train()
-        return model
+        module: nn.Module = model
+        return module
 
     return built
 
 
 def _quantize(model: Any, dtype: torch.dtype) -> None:
     """Replace linear layers by those of 4 bits, as transformers loads them with `BitsAndBytesConfig`."""
-    from bitsandbytes.functional import QuantState
-    from bitsandbytes.nn import Linear4bit, Params4bit
+    import bitsandbytes
     from transformers import BitsAndBytesConfig
     from transformers.integrations.bitsandbytes import replace_with_bnb_linear
     from transformers.quantizers.base import get_keys_to_not_convert
 
+    modules: Any = bitsandbytes.nn
+    quant_state: Any = bitsandbytes.functional.QuantState
     config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
     replace_with_bnb_linear(model, get_keys_to_not_convert(model), config)
     for layer in model.modules():
-        if isinstance(layer, Linear4bit):
+        if isinstance(layer, modules.Linear4bit):
             shape = torch.Size((layer.out_features, layer.in_features))
             packed = torch.empty((shape.numel() + 1) // 2, 1, dtype=torch.uint8, device=META)
             blocks = -(-shape.numel() // BLOCK_NUMEL)
-            constants = QuantState(
+            constants = quant_state(
                 absmax=torch.empty(blocks, dtype=torch.float32, device=META),
                 shape=shape,
                 code=torch.empty(16, dtype=torch.float32, device=META),
@@ -77,7 +80,7 @@ def _quantize(model: Any, dtype: torch.dtype) -> None:
                 quant_type="nf4",
                 dtype=dtype,
             )
-            layer.weight = Params4bit(packed, quant_type="nf4", bnb_quantized=True, module=layer)
+            layer.weight = modules.Params4bit(packed, quant_type="nf4", bnb_quantized=True, module=layer)
             setattr(layer.weight, QUANT_STATE, constants)
             layer.quant_state = constants
             if layer.bias is not None:

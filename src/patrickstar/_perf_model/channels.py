@@ -98,7 +98,7 @@ def _links(
 ) -> list[Channel]:
     """Return the connections between GPUs of a node and between nodes."""
     found = []
-    all_data = [*model_data, *([] if frozen is None else [frozen])]
+    all_data: list[ModelData | FrozenData] = [*model_data, *([] if frozen is None else [frozen])]
     imbalance = work.experts.imbalance if work.experts is not None else 1.0
     to_node, to_others = _exchanged_bytes(work, mesh)
     if mesh.gpus > 1:

@@ -1,7 +1,7 @@
 """Costs of an open decoder by its shape: parameters, operations, activations; trained whole or with adapters.
 
-Counts are those of a trace of transformers' models (`_dry_run/traced_workload.py`), which takes seconds per batch. A test
-compares both. Bytes of activations and of element-wise operators are those of Llama's layers.
+Counts are those of a trace of transformers' models (`_dry_run/traced_workload.py`), which takes seconds per batch.
+A test compares both. Bytes of activations and of element-wise operators are those of Llama's layers.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ GRADIENT_TRAFFIC, EMBEDDING_TRAFFIC, TIED_TRAFFIC = 4.4, 9, 14
 SAVED_TRAFFIC, RECOMPUTED_TRAFFIC = 10, 2.75
 """Bytes read and written by a layer's element-wise operators per byte that it saves, and in a recomputation."""
 ADAPTED_TRAFFIC, RECOMPUTED_ADAPTED_TRAFFIC = 54, 27
-"""Bytes read and written per element of the output of a linear layer with an adapter: casts, scaling and sums in fp32."""
+"""Bytes read and written per element of the output of a linear layer with an adapter: casts, scaling, sums in fp32."""
 
 
 @dataclass(frozen=True)
@@ -108,10 +108,11 @@ class Decoder:
         )
 
     def _products(self, tokens: int, checkpointing: bool, adapters: Adapters | None) -> tuple[float, float, float]:
-        """Return the operations of products with the base and with adapters, and the mean of the former's smallest sides.
+        """Return the operations of products with the base and with adapters, and the mean smallest side of the former.
 
         A trained weight takes part in three products: of forward, of the gradient of its input and of its own. A frozen
-        one has no gradient, and takes part in two. Recomputation repeats those of forward. The products of adapters are thin: they take the time of their traffic, whatever their sides.
+        one has no gradient, and takes part in two. Recomputation repeats those of forward. The products of adapters are
+        thin: they take the time of their traffic, whatever their sides.
         """
         again = 1 if checkpointing else 0
         base = (3 if adapters is None else 2) + again

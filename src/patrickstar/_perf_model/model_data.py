@@ -53,7 +53,7 @@ class ModelData:
 
     @property
     def nbytes(self) -> float:
-        """Bytes of the process on all tiers: 14 in mixed precision per element that it owns, 2 per element of its replica's copy."""
+        """Bytes on all tiers: 14 per element that the process owns in 16 bits, and 2 of its replica's copy."""
         return (self.param_bytes + STATE_BYTES) * self.owned + self.param_bytes * self.copied
 
     @property

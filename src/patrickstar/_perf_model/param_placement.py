@@ -1,4 +1,4 @@
-"""Trained parameters of one process in their compute dtype: where all-gathers read them, and what that costs, linear in the shares."""
+"""Trained parameters in their compute dtype: where all-gathers read them, and what that costs, linear in the shares."""
 
 from dataclasses import dataclass
 from typing import Protocol

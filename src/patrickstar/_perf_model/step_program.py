@@ -56,9 +56,7 @@ class StepProgram:
 
     def channels(self) -> list[Channel]:
         """Return the resources of the step."""
-        return channels(
-            self._work, self._machine, self._mesh, self.model_data, self.frozen, self.one, self._lock_free
-        )
+        return channels(self._work, self._machine, self._mesh, self.model_data, self.frozen, self.one, self._lock_free)
 
     @property
     def nbytes(self) -> float:

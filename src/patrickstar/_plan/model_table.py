@@ -206,7 +206,11 @@ def _cells(best: Estimate | None, tokens: float | None, wears: bool) -> list[str
         return ["-" for _ in _columns(wears)]
     hours = MILLION / best.tokens_per_s / 3600
     endured = [] if not wears else ["" if tokens is None else _short(tokens / MILLION)]
-    return [f"{best.tokens_per_s:,.0f}" if best.tokens_per_s >= 10 else f"{best.tokens_per_s:.1f}", _short(hours), *endured]
+    return [
+        f"{best.tokens_per_s:,.0f}" if best.tokens_per_s >= 10 else f"{best.tokens_per_s:.1f}",
+        _short(hours),
+        *endured,
+    ]
 
 
 def _short(number: float) -> str:

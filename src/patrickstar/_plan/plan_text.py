@@ -246,10 +246,14 @@ def _choices(best: Estimate) -> str:
     trained = frozen = ""
     if best.frozen_shares is not None:
         paged_away = f" and {best.frozen_shares.paged:.0%} are on disk" if best.frozen_shares.paged else ""
-        trained, frozen = " trained", f" Of the frozen parameters {best.frozen_shares.retained:.0%} stay on the device{paged_away}."
+        trained, frozen = (
+            " trained",
+            f" Of the frozen parameters {best.frozen_shares.retained:.0%} stay on the device{paged_away}.",
+        )
     return (
         f"of the optimizer states {shares.resident:.0%} stay on the device, {shares.on_host:.0%} are updated on the "
         f"host and {streamed:.0%} are copied to the device for their update{in_ram}; of the{trained} parameters "
-        f"{shares.retained:.0%} stay on the device from forward to backward{paged}.{experts}{frozen} These shares minimize the "
-        f"time of the busiest resource, {best.busiest.name} (a linear program); the batch maximizes tokens per second."
+        f"{shares.retained:.0%} stay on the device from forward to backward{paged}.{experts}{frozen} These shares "
+        f"minimize the time of the busiest resource, {best.busiest.name} (a linear program); the batch maximizes tokens "
+        f"per second."
     )

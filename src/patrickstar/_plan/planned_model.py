@@ -78,7 +78,9 @@ def find_planned_model(
 
     source = find_model(name)
     source.check_sequence(sequence)
-    return replace(planned_trace(language_model(source, sequence, adapters, machine.precision), machine), adapters=adapters)
+    return replace(
+        planned_trace(language_model(source, sequence, adapters, machine.precision), machine), adapters=adapters
+    )
 
 
 def planned_shape(name: str, shape: Gpt | T5, capacity_factor: float | None = None) -> PlannedModel:

@@ -49,9 +49,9 @@ def plan(
 ) -> Plan:
     """Predict whether a model fits a machine, how fast it trains there, and what limits it. Nothing is trained.
 
-    Plans are for AdamW. Frozen parameters count as in a run: without gradients, masters and states. An estimate finds the fastest batch, and the least time that any placement
-    of the model data takes. Then the engine runs a step of that batch on the simulated machine, on tensors without
-    bytes.
+    Plans are for AdamW. Frozen parameters count as in a run: without gradients, masters and states. An estimate finds
+    the fastest batch, and the least time that any placement of the model data takes. Then the engine runs a step of
+    that batch on the simulated machine, on tensors without bytes.
 
     Args:
         model: Name of an open model such as "llama-3-8b" or of a preset, configuration file, model folder, module, or

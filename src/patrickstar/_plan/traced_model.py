@@ -10,7 +10,14 @@ from torch.utils import _pytree as pytree
 
 from patrickstar._dry_run.fit_check import Trial, batch_of, default_loss, enable_checkpointing
 from patrickstar._dry_run.report import DryRunReport
-from patrickstar._dry_run.simulation import Step, copy_to_meta, forward_backward_step, on_meta, simulate, simulate_on_this_machine
+from patrickstar._dry_run.simulation import (
+    Step,
+    copy_to_meta,
+    forward_backward_step,
+    on_meta,
+    simulate,
+    simulate_on_this_machine,
+)
 from patrickstar._dry_run.traced_workload import traced_workloads
 from patrickstar._engine.engine import Engine
 from patrickstar._layout.schema import COMPUTE_DTYPES
