@@ -254,6 +254,6 @@ def _choices(best: Estimate) -> str:
         f"of the optimizer states {shares.resident:.0%} stay on the device, {shares.on_host:.0%} are updated on the "
         f"host and {streamed:.0%} are copied to the device for their update{in_ram}; of the{trained} parameters "
         f"{shares.retained:.0%} stay on the device from forward to backward{paged}.{experts}{frozen} These shares "
-        f"minimize the time of the busiest resource, {best.busiest.name} (a linear program); the batch maximizes tokens "
-        f"per second."
+        f"minimize the time of the busiest resource, {best.busiest.name} (a linear program); the batch maximizes "
+        f"tokens per second."
     )
