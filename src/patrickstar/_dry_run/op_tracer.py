@@ -1,5 +1,6 @@
 """Operator tracer for dry runs: counts the time and memory of each operator that runs on meta tensors."""
 
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from patrickstar._dry_run.host_time import HostClock
+from patrickstar._dry_run.packed_products import is_packed_product, product_sides
 from patrickstar._memory.cpu_allocator import CpuAllocator
 from patrickstar._schedule.fragmentation import NO_FRAGMENTATION, Fragmentation
 
@@ -52,10 +54,6 @@ _FREE_OPS = {
 """Operators other than views that touch no bytes."""
 
 
-PRODUCT_4BIT = "bitsandbytes::gemm_4bit"
-"""Product of a matrix and a packed one, (matrix, packed, shape of the packed one, ...)."""
-
-
 def is_free(func: Any) -> bool:
     """Return whether an operator touches no bytes: views and plain allocations."""
     return func.is_view or func.overloadpacket in _FREE_OPS
@@ -64,9 +62,8 @@ def is_free(func: Any) -> bool:
 def operations(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
     """Count the multiplications and additions of an operator's matrix products."""
     aten = torch.ops.aten
-    if func.name() == PRODUCT_4BIT:
-        outputs, inputs = args[2]
-        return int(2 * (args[0].numel() // inputs) * outputs * inputs)
+    if is_packed_product(func):
+        return 2 * math.prod(product_sides(args))
     if func.overloadpacket in (
         aten._scaled_dot_product_flash_attention_for_cpu,
         aten._scaled_dot_product_flash_attention,
@@ -83,9 +80,8 @@ def operations(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: An
 
 def matrix_size(func: Any, args: tuple[Any, ...]) -> int | None:
     """Return the smallest side of the multiplied matrices; None for batched products and other operators."""
-    if func.name() == PRODUCT_4BIT:
-        outputs, inputs = args[2]
-        return int(min(args[0].numel() // inputs, outputs, inputs))
+    if is_packed_product(func):
+        return min(product_sides(args))
     matrices = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.dim() == 2]
     return min(side for matrix in matrices for side in matrix.shape) if len(matrices) >= 2 else None
 
@@ -94,14 +90,6 @@ def _with_all_heads(tensors: tuple[torch.Tensor, ...]) -> list[tuple[int, ...]]:
     """Return the shapes of operands of attention, of which keys and values may have fewer heads, one for several."""
     heads = max(tensor.shape[-3] for tensor in tensors)
     return [(*tensor.shape[:-3], heads, *tensor.shape[-2:]) for tensor in tensors]
-
-
-def unpacked_bytes(func: Any, args: tuple[Any, ...]) -> int:
-    """Return the bytes that a product with a packed matrix reads and writes to unpack it; 0 for other operators."""
-    if func.name() != PRODUCT_4BIT:
-        return 0
-    outputs, inputs = args[2]
-    return int(args[1].nbytes + outputs * inputs * args[0].itemsize)
 
 
 def touched_bytes(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from patrickstar._dry_run.op_tracer import OpCost, matrix_size, operations, touched_bytes, unpacked_bytes
+from patrickstar._dry_run.op_tracer import OpCost, matrix_size, operations, touched_bytes
+from patrickstar._dry_run.packed_products import unpacked_bytes
 from patrickstar._dry_run.simulated_kernels import limited_by_traffic, roofline
 from patrickstar._dry_run.simulation import QUANT_STATE, EngineFactory, Step, constants_bytes, on_meta, simulate
 from patrickstar._layout.chunk_mapping import Layout

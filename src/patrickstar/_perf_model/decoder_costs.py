@@ -154,16 +154,16 @@ class Decoder:
 
     def _non_model_bytes(self, tokens: int, checkpointing: bool, adapters: Adapters | None) -> int:
         layer = tokens * self._saved_bytes(adapters)
-        kept = self.layers * (HALF * tokens * self.hidden if checkpointing else layer)
+        saved = self.layers * (HALF * tokens * self.hidden if checkpointing else layer)
         hidden = tokens * self.hidden * (2 if adapters is None else 1) * SINGLE
         logits = tokens * self.vocab * (LOGIT_BYTES + (CAPPED_BYTES if self.capped else 0))
-        at_loss = kept + logits + hidden
+        at_loss = saved + logits + hidden
         gradient = HALF * (self.expert_numel * self.experts or self.ffn * self.hidden) if adapters is None else 0
-        in_layer = kept + (layer if checkpointing else 0) + 7 * self.top_k * self.ffn * tokens + gradient
+        in_layer = saved + (layer if checkpointing else 0) + 7 * self.top_k * self.ffn * tokens + gradient
         at_head = 0
         if adapters is None:  # the head's gradient, or of a tied one also the embedding's and their sum
             gradients = (3 if self.tied else 1) * HALF * self.vocab * self.hidden
-            at_head = gradients + (0 if self.tied else kept + HALF * tokens * self.vocab)
+            at_head = gradients + (0 if self.tied else saved + HALF * tokens * self.vocab)
         constants = 0
         if adapters is not None and adapters.quantized:
             blocks = sum(-(-inputs * outputs // BLOCK_NUMEL) for inputs, outputs in self.linears)

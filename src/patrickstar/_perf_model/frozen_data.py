@@ -35,8 +35,8 @@ class FrozenData:
         self._copy_bytes = all_bytes / group.shards
         own_bytes = self._copy_bytes / group.replicas
         # As of trained parameters: with several replicas a process stores its shard, and a part of its replica's copy.
-        self._kept_bytes = own_bytes if group.replicas > 1 else 0.0
-        self.nbytes = self._copy_bytes + self._kept_bytes
+        self._own_bytes = own_bytes if group.replicas > 1 else 0.0
+        self.nbytes = self._copy_bytes + self._own_bytes
 
     @property
     def limits(self) -> list[Expression]:
@@ -52,7 +52,7 @@ class FrozenData:
     def host_bytes(self) -> Expression:
         """Bytes in the memory of the node."""
         copies = self._copy_bytes * (self._one - self._retained - self._paged)
-        return self._gpus * (copies + self._kept_bytes * self._one)
+        return self._gpus * (copies + self._own_bytes * self._one)
 
     @property
     def disk_bytes(self) -> Expression:
