@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from patrickstar._dry_run.op_tracer import OpCost, OpCosts, matrix_size, operations, touched_bytes
+from patrickstar._dry_run.packed_products import unpacked_bytes
 from patrickstar._dry_run.simulated_channels import SimulatedTransfer, SimulatedUpdate
 from patrickstar._dry_run.simulated_hardware import SimulatedHardware
 from patrickstar._kernels.dispatch import Copy, Kernels
@@ -99,7 +100,8 @@ def roofline(machine: Machine) -> OpCosts:
         traffic_s = nbytes / _bandwidth(machine)
         if limited_by_traffic(machine, count, nbytes):
             return OpCost(traffic_s)
-        return OpCost(max(count / machine.matmul_rate(matrix_size(func, args)), traffic_s))
+        compute_s = count / machine.matmul_rate(matrix_size(func, args))
+        return OpCost(max(compute_s, traffic_s) + unpacked_bytes(func, args) / _bandwidth(machine))
 
     return cost
 

@@ -103,7 +103,7 @@ def config_text(plan: Prediction) -> str:
     recompute = "model.activation_checkpointing_enable()\n" if best.workload.checkpointing else ""
     config = f'config = ps.Config(precision="{machine.precision}"{disk}, optimizer=ps.AdamW(lr=1e-4))'
     adapters = "" if plan.model.adapters is None else _adapters_text(plan.model.adapters, machine.precision)
-    return f"{torchrun}{recompute}{adapters}{config}\nengine, optimizer = ps.initialize(model, config)"
+    return f"{torchrun}{adapters}{recompute}{config}\nengine, optimizer = ps.initialize(model, config)"
 
 
 def _adapters_text(adapters: Adapters, precision: str) -> str:
