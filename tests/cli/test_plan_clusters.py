@@ -91,15 +91,18 @@ def test_a_traced_configuration_is_planned_on_several_nodes_but_not_divided(tmp_
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--machine", "8xV100-32GB", "--nodes", "2"], "8xV100-32GB has no network; add a section [network]"),
+        (
+            ["--model", "gpt-12b", "--machine", "8xV100-32GB", "--nodes", "2"],
+            "8xV100-32GB has no network; add a section [network]",
+        ),
         (["--tp", "3"], "--tp 3 does not divide the 8 GPUs of a node; try --tp 1, 2, 4 or 8"),
         (["--tp", "8", "--model", "gpt2-124m"], "--tp 8 does not divide the model's 12 heads"),
-        (["--ep", "8"], "--ep 8: the model has no experts; try --ep 1"),
+        (["--model", "gpt-12b", "--ep", "8"], "--ep 8: the model has no experts; try --ep 1"),
         (["--largest", "--ep", "8"], "--ep 8: the model has no experts; try --ep 1"),
         (["--model", "gpt-moe-52b", "--ep", "5"], "--ep 5 does not divide the 8 processes"),
         (["--model", "gpt-moe-52b", "--nodes", "3", "--ep", "24"], "--ep 24 does not divide the model's 128 experts"),
         (["--model", "gpt-moe-52b", "--tp", "4", "--ep", "2"], "--ep 2 must be a multiple of --tp 4"),
-        (["--capacity-factor", "1.25"], "--capacity-factor 1.25: gpt-12b has no experts"),
+        (["--model", "gpt-12b", "--capacity-factor", "1.25"], "--capacity-factor 1.25: gpt-12b has no experts"),
         (["--nodes", "2", "--gpus", "9"], "--gpus 9: 8xA100-40GB-11TB has 8"),
         (
             ["--machine", "DGX-A100-80GB", "--model", "gpt-175b", "--nodes", "2", "--host-memory", "1GB"],

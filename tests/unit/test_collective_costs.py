@@ -39,7 +39,7 @@ def test_two_levels_of_transport_move_the_bytes_of_their_table(numel, shards, re
 def test_replicas_of_several_nodes_gather_over_the_network(numel, nodes, replicas, gpus):
     shards, processes = nodes * gpus, nodes * gpus * replicas
     variables = Variables(ShareVariables.COUNT)
-    data = ModelData(numel, ShardGroup(shards, replicas, nodes), gpus, variables, 0)
+    data = ModelData(numel, 2, ShardGroup(shards, replicas, nodes), gpus, variables, 0)
     gathered = Fraction(6 * numel * (shards - 1), shards)
     exchanged = Fraction(6 * numel * (replicas - 1), processes)
     # One of a node's `gpus` links in a ring leaves it.
@@ -57,7 +57,7 @@ def test_replicas_of_several_nodes_gather_over_the_network(numel, nodes, replica
 @given(numels, sizes, sizes)
 def test_model_data_of_a_process_are_14_bytes_per_owned_element_and_2_of_the_replicas_copy(numel, shards, replicas):
     variables = Variables(ShareVariables.COUNT)
-    data = ModelData(numel, ShardGroup(shards, replicas), shards, variables, 0)
+    data = ModelData(numel, 2, ShardGroup(shards, replicas), shards, variables, 0)
     copy = Fraction(2 * numel, shards) if replicas > 1 else 0
     exact = Fraction(14 * numel, shards * replicas) + copy
     assert to_the_byte(data.nbytes, exact)

@@ -25,9 +25,13 @@ def test_operations_of_matrix_products_and_bytes():
     one, other = torch.empty(3, 5, device="meta"), torch.empty(5, 7, device="meta")
     product = torch.ops.aten.mm.default
     assert operations(product, (one, other), {}, one @ other) == 2 * 3 * 5 * 7
-    assert matrix_size((one, other)) == 3 and matrix_size((one,)) is None
+    assert matrix_size(product, (one, other)) == 3 and matrix_size(product, (one,)) is None
     assert touched_bytes((one, other), {}, one @ other) == 4 * (15 + 35 + 21)
     assert operations(torch.ops.aten.exp.default, (one,), {}, one) == 0
+    heads = [torch.empty(1, count, 8, 16, device="meta") for count in (4, 2, 2)]
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    found = attention(*heads, 0.0, True)
+    assert operations(attention.default, (*heads, 0.0, True), {}, found) == 2 * 2 * 4 * 8 * 8 * 16, "of all heads"
     assert is_free(torch.ops.aten.view.default) and not is_free(product)
 
 

@@ -215,8 +215,12 @@ def train(
 @app.command()
 def plan(
     model: Annotated[
-        str, typer.Option(help="Preset such as gpt-12b, open model such as llama-3-8b, config.json, or folder.")
-    ] = "gpt-12b",
+        str | None,
+        typer.Option(
+            help="Preset such as gpt-12b, open model such as llama-3-8b, config.json, or folder. Default: a table of "
+            "the open models that fit."
+        ),
+    ] = None,
     machine: Annotated[
         str | None,
         typer.Option(
@@ -259,7 +263,20 @@ def plan(
             help="Recompute activations in backward instead of keeping them. Default: whichever is faster.",
         ),
     ] = None,
-    largest: Annotated[bool, typer.Option("--largest", help="Find the largest GPT that fits.")] = False,
+    precision: Annotated[
+        Literal["auto", "bf16", "fp16", "fp32"],
+        typer.Option(help="Compute precision. auto: the 16-bit one of the device; on this CPU what is faster."),
+    ] = "auto",
+    lora: Annotated[
+        int | None,
+        typer.Option(help="Train LoRA adapters of this rank beside a frozen base. Default: train the whole model."),
+    ] = None,
+    qlora: Annotated[
+        int | None, typer.Option(help="Train LoRA adapters of this rank beside a frozen base of 4 bits.")
+    ] = None,
+    largest: Annotated[
+        bool, typer.Option("--largest", help="Find the largest dense GPT, of GPT-2's architecture, that fits.")
+    ] = False,
     least_tflops: Annotated[float, typer.Option(min=0, help="With --largest: minimum speed per GPU.")] = 0.0,
     dry_run: Annotated[
         bool,

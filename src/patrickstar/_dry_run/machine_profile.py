@@ -55,7 +55,8 @@ def profile_machine(device: torch.device, directory: str | Path | None = None) -
         gpu = Gpu(
             count=1,
             memory=hardware.device_bytes(),
-            matmul_tflops=_matmul_tflops(hardware),
+            matmul_tflops=_matmul_tflops(hardware, torch.bfloat16),
+            fp32_tflops=_matmul_tflops(hardware, torch.float32),
             memory_bandwidth=_copy_bandwidth(hardware),
         )
     cpu = Hardware(torch.device("cpu"))
@@ -68,10 +69,12 @@ def profile_machine(device: torch.device, directory: str | Path | None = None) -
             memory_bandwidth=_copy_bandwidth(cpu),
             update_rate=_update_rate(hardware),
             cores=os.cpu_count() or 1,
-            matmul_tflops=_matmul_tflops(cpu),
+            matmul_tflops=_matmul_tflops(cpu, torch.bfloat16),
+            fp32_tflops=_matmul_tflops(cpu, torch.float32),
         ),
         links=Links(h2d=h2d, d2h=d2h),
         disk=disk,
+        measured=True,
     )
 
 
@@ -122,10 +125,10 @@ def _median_s(action: Callable[[], object], hardware: Hardware) -> float:
     return median([timer.measure([action], 1)[0] for _ in range(ROUNDS)])
 
 
-def _matmul_tflops(hardware: Hardware) -> float:
+def _matmul_tflops(hardware: Hardware, dtype: torch.dtype) -> float:
     size = SMALLEST_MATRIX
     while True:
-        a, b = (torch.randn(size, size, device=hardware.device).bfloat16() for _ in range(2))
+        a, b = (torch.randn(size, size, device=hardware.device).to(dtype) for _ in range(2))
         seconds = _median_s(partial(torch.mm, a, b), hardware)
         if seconds >= MIN_PRODUCT_S or size >= LARGEST_MATRIX:
             return 2 * size**3 / seconds / 1e12

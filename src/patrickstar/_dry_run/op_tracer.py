@@ -1,5 +1,6 @@
 """Operator tracer for dry runs: counts the time and memory of each operator that runs on meta tensors."""
 
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from patrickstar._dry_run.host_time import HostClock
+from patrickstar._dry_run.packed_products import is_packed_product, product_sides
 from patrickstar._memory.cpu_allocator import CpuAllocator
 from patrickstar._schedule.fragmentation import NO_FRAGMENTATION, Fragmentation
 
@@ -60,18 +62,34 @@ def is_free(func: Any) -> bool:
 def operations(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
     """Count the multiplications and additions of an operator's matrix products."""
     aten = torch.ops.aten
-    if func.overloadpacket is aten._scaled_dot_product_flash_attention_for_cpu:
-        return int(sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape))
-    if func.overloadpacket is aten._scaled_dot_product_flash_attention_for_cpu_backward:
-        return int(sdpa_backward_flop_count(*(args[index].shape for index in range(4))))
+    if is_packed_product(func):
+        return 2 * math.prod(product_sides(args))
+    if func.overloadpacket in (
+        aten._scaled_dot_product_flash_attention_for_cpu,
+        aten._scaled_dot_product_flash_attention,
+    ):
+        return int(sdpa_flop_count(*_with_all_heads(args[:3])))
+    if func.overloadpacket in (
+        aten._scaled_dot_product_flash_attention_for_cpu_backward,
+        aten._scaled_dot_product_flash_attention_backward,
+    ):
+        return int(sdpa_backward_flop_count(*_with_all_heads(args[:4])))
     count = flop_registry.get(func.overloadpacket)
     return int(count(*args, **kwargs, out_val=out)) if count is not None else 0
 
 
-def matrix_size(args: tuple[Any, ...]) -> int | None:
+def matrix_size(func: Any, args: tuple[Any, ...]) -> int | None:
     """Return the smallest side of the multiplied matrices; None for batched products and other operators."""
+    if is_packed_product(func):
+        return min(product_sides(args))
     matrices = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.dim() == 2]
     return min(side for matrix in matrices for side in matrix.shape) if len(matrices) >= 2 else None
+
+
+def _with_all_heads(tensors: tuple[torch.Tensor, ...]) -> list[tuple[int, ...]]:
+    """Return the shapes of operands of attention, of which keys and values may have fewer heads, one for several."""
+    heads = max(tensor.shape[-3] for tensor in tensors)
+    return [(*tensor.shape[:-3], heads, *tensor.shape[-2:]) for tensor in tensors]
 
 
 def touched_bytes(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
@@ -330,9 +348,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    if enable_gqa and key.shape[-3] != query.shape[-3]:
-        groups = query.shape[-3] // key.shape[-3]
-        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+    # These kernels read keys and values with fewer heads as they are.
     aten = torch.ops.aten
     if device_type == "cpu" and dropout_p == 0.0:
         mask = attn_mask
@@ -345,7 +361,9 @@ def _attention(
     if device_type == "cuda" and attn_mask is None:
         out = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
         return out
-    return torch._C._nn.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
+    return torch._C._nn.scaled_dot_product_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
 
 
 @contextmanager

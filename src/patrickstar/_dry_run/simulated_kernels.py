@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from patrickstar._dry_run.op_tracer import OpCost, OpCosts, matrix_size, operations, touched_bytes
+from patrickstar._dry_run.packed_products import unpacked_bytes
 from patrickstar._dry_run.simulated_channels import SimulatedTransfer, SimulatedUpdate
 from patrickstar._dry_run.simulated_hardware import SimulatedHardware
 from patrickstar._kernels.dispatch import Copy, Kernels
@@ -83,12 +84,30 @@ def span_bytes(span: Span) -> int:
     return gradient_bytes(span.grad) + span.param.nbytes + 2 * state_bytes
 
 
+# [Note: thin products]
+# Rates of products by their smallest side are those of square ones, which fill few of a GPU's units if they are small.
+# A product of a long matrix and a thin one, as of adapters, fills them: its time is that of its traffic, as long as the
+# traffic takes longer than the operations at the full rate.
+
+
+def limited_by_traffic(machine: Machine, count: int, nbytes: int) -> bool:
+    """Return whether an operator with so many operations and bytes takes the time of its memory traffic."""
+    return count / machine.matmul_rate() <= nbytes / _bandwidth(machine)
+
+
 def roofline(machine: Machine) -> OpCosts:
     """Return a cost model in which each operator is bound by its matrix products or by its memory traffic."""
-    bandwidth = (machine.gpu or machine.host).memory_bandwidth
 
     def cost(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OpCost:
-        compute_s = operations(func, args, kwargs, out) / machine.matmul_rate(matrix_size(args))
-        return OpCost(max(compute_s, touched_bytes(args, kwargs, out) / bandwidth))
+        count, nbytes = operations(func, args, kwargs, out), touched_bytes(args, kwargs, out)
+        traffic_s = nbytes / _bandwidth(machine)
+        if limited_by_traffic(machine, count, nbytes):
+            return OpCost(traffic_s)
+        compute_s = count / machine.matmul_rate(matrix_size(func, args))
+        return OpCost(max(compute_s, traffic_s) + unpacked_bytes(func, args) / _bandwidth(machine))
 
     return cost
+
+
+def _bandwidth(machine: Machine) -> float:
+    return (machine.gpu or machine.host).memory_bandwidth

@@ -50,6 +50,9 @@ MIN_STEPS, MAX_STEPS = 3, 8
 """At least a warm-up step, a planned step and one that starts from the end state of a planned step; then until a step
 transfers the same bytes as the previous one."""
 
+QUANT_STATE = "quant_state"
+"""Attribute of a parameter of 4 bits (bitsandbytes): the constants of its blocks."""
+
 Step = Callable[[Any], None]
 """One step of a training loop: forward, backward, update. Its argument is the engine."""
 
@@ -162,10 +165,31 @@ def copy_to_meta(module: nn.Module) -> nn.Module:
     memo: dict[int, Any] = {}
     for param in module.parameters():
         with torch._C.DisableTorchFunctionSubclass():
-            memo[id(param)] = nn.Parameter(torch.empty_like(param, device=META), requires_grad=param.requires_grad)
+            copied = nn.Parameter(torch.empty_like(param, device=META), requires_grad=param.requires_grad)
+        # The layer of a parameter of 4 bits looks for its constants there; they are shared, since they are only read.
+        if (constants := vars(param).get(QUANT_STATE)) is not None:
+            setattr(copied, QUANT_STATE, constants)
+            memo[id(constants)] = constants
+        memo[id(param)] = copied
     for buffer in module.buffers():
         memo[id(buffer)] = torch.empty_like(buffer, device=META)
     return copy.deepcopy(module, memo)
+
+
+def constants_bytes(model: nn.Module) -> int:
+    """Return the bytes of the constants of parameters of 4 bits, which stay on the device, outside of chunks."""
+    states = (vars(param).get(QUANT_STATE) for param in model.parameters())
+    shared = {id(tensor): tensor for state in states if state is not None for tensor in _tensors(state)}
+    return sum(tensor.nbytes for tensor in shared.values())
+
+
+def _tensors(state: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of an object and of those in its attributes: constants are quantized, too, if asked for."""
+    for value in vars(state).values():
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif hasattr(value, "absmax"):
+            yield from _tensors(value)
 
 
 def _disk_bytes(engine: Any, cluster: Cluster) -> int:
@@ -251,6 +275,9 @@ def simulate(
     if config.update is not None:  # the steps that are simulated are those that are delayed
         files = dict(log=None, replay=None) if isinstance(config.update, LockFree) else {}
         config = config.model_copy(update={"update": config.update.model_copy(update={"after": 1} | files)})
+    model, weights = meta_model(model)
+    if machine.gpu is not None:  # on a CPU they are in the process's memory before the engine is there
+        library_bytes += constants_bytes(model)
     meter = TensorMeter(DEVICE_GRAIN_BYTES) if machine.gpu is not None else TensorMeter(allocator=cpu_allocator())
     hardware = SimulatedHardware(machine, meter, library_bytes)
     if processes > 1:
@@ -272,7 +299,6 @@ def simulate(
 
     wait = hardware.clock.wait_for_device
     tracer = OpTracer(meter, costs if costs is not None else roofline(machine), advance, clock, wait)
-    model, weights = meta_model(model)
     meter.add_persistent(library_bytes)  # part of the baseline after calibration, hence added again below
     with trace_operators(tracer, "cpu" if machine.gpu is None else "cuda"):
         engine = make_engine(model, config, weights, kernels=SimulatedKernels(hardware), hardware=hardware, **hooks)

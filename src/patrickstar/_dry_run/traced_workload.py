@@ -7,9 +7,11 @@ from typing import Any
 
 from torch import nn
 
-from patrickstar._dry_run.op_tracer import OpCost, matrix_size, operations
-from patrickstar._dry_run.simulated_kernels import roofline
-from patrickstar._dry_run.simulation import EngineFactory, Step, on_meta, simulate
+from patrickstar._dry_run.op_tracer import OpCost, matrix_size, operations, touched_bytes
+from patrickstar._dry_run.packed_products import unpacked_bytes
+from patrickstar._dry_run.simulated_kernels import limited_by_traffic, roofline
+from patrickstar._dry_run.simulation import QUANT_STATE, EngineFactory, Step, constants_bytes, on_meta, simulate
+from patrickstar._layout.chunk_mapping import Layout
 from patrickstar._perf_model.machine_spec import Machine
 from patrickstar._perf_model.workload import Workload, Workloads
 from patrickstar.config import Config
@@ -24,21 +26,41 @@ class _OpCounter:
     """Cost model that also counts floating-point operations and matrix sizes."""
 
     def __init__(self, machine: Machine) -> None:
-        self.costs = roofline(machine)
+        self.costs, self._machine = roofline(machine), machine
         self.operations = 0
+        self.thin_operations = 0
+        self.other_bytes = 0
+        """Operations and bytes of operators that take the time of their memory traffic."""
         self.sized_operations = 0
         """Operations of matrix products with a known size."""
         self.operations_over_size = 0.0
         """Sum of their operations divided by their matrix size."""
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OpCost:
-        count = operations(func, args, kwargs, out)
+        count, nbytes = operations(func, args, kwargs, out), touched_bytes(args, kwargs, out)
         self.operations += count
-        size = matrix_size(args)
+        if limited_by_traffic(self._machine, count, nbytes):
+            self.other_bytes += nbytes
+            self.thin_operations += count
+            return self.costs(func, args, kwargs, out)
+        self.other_bytes += unpacked_bytes(func, args)
+        size = matrix_size(func, args)
         if count and size:
             self.sized_operations += count
             self.operations_over_size += count / size
         return self.costs(func, args, kwargs, out)
+
+
+def _compute_bytes(layout: Layout, trained: bool) -> int:
+    """Return the bytes in their compute dtypes, of the parameters that are trained, or of the others."""
+    sizes = {each.index: each.schema.compute.itemsize for each in layout.chunks if each.schema.trained is trained}
+    return sum(each.numel * sizes.get(each.chunk, 0) for each in layout.locations.values())
+
+
+def _numel(param: nn.Parameter) -> int:
+    """Return the elements of a parameter; those of 4 bits are packed, two in a byte."""
+    constants = vars(param).get(QUANT_STATE)
+    return param.numel() if constants is None else int(constants.shape.numel())
 
 
 def traced_workloads(
@@ -68,9 +90,16 @@ def traced_workloads(
 
         def recorded_step(engine: Any) -> None:
             engines.append(engine)
+            counter.other_bytes = 0  # what the engine's construction takes is not of the step
             step(engine)
 
         model = on_meta(build(checkpointing))
+        trained_params, frozen_params = (
+            sum(_numel(param) for param in model.parameters() if param.requires_grad is trained)
+            for trained in (True, False)
+        )
+        # On a GPU the trace has the constants, on a CPU they are outside of all budgets.
+        outside_bytes = constants_bytes(model) if machine.gpu is None else 0
         # The smallest possible chunks: those that hold the largest parameter.
         sizes = [param.numel() for param in model.parameters()]
         largest, numel = max(sizes, default=1), sum(sizes)
@@ -83,19 +112,25 @@ def traced_workloads(
         )
         report = simulate(make_engine, model, config, recorded_step, machine, counter, steps=1)
         layout = engines[0].layout
-        chunk_bytes = layout.chunk_numel * config.compute_dtype.itemsize
+        nbytes = {chunk.index: chunk.compute_bytes for chunk in layout.chunks}
         used = [set(moment.chunks) for moment in report.trace.moments if moment.chunks]
-        working_chunks = max((len(chunks | following) for chunks, following in pairwise(used)), default=1)
+        working = (sum(nbytes[index] for index in chunks | following) for chunks, following in pairwise(used))
+        trained_bytes, frozen_bytes = (_compute_bytes(layout, trained) for trained in (True, False))
         size = counter.sized_operations / counter.operations_over_size if counter.operations_over_size else 1
         return Workload(
-            params=layout.numel,
+            params=trained_params,
             batch=batch,
             tokens=tokens_of(batch),
             checkpointing=checkpointing,
             operations=counter.operations,
             matrix_size=max(1, round(size)),
-            non_model_bytes=report.trace.peak_non_model_bytes,
-            working_bytes=working_chunks * chunk_bytes,
+            non_model_bytes=report.trace.peak_non_model_bytes + outside_bytes,
+            working_bytes=max(working, default=max(nbytes.values())),
+            param_bytes=trained_bytes / trained_params,
+            frozen_params=frozen_params,
+            frozen_bytes=frozen_bytes,
+            other_bytes=counter.other_bytes,
+            thin_operations=counter.thin_operations,
         )
 
     return workload

@@ -4,6 +4,8 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from patrickstar._perf_model.decoder_costs import Decoder
+
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
@@ -28,6 +30,35 @@ class OpenModel:
     vocab: int
     positions: int
     options: dict[str, Any] = field(default_factory=dict)
+
+    def decoder(self) -> Decoder:
+        """Return the shape, whose costs are computed by formulas."""
+        hidden, heads, kv_heads = self.hidden, self.heads, self.kv_heads
+        head_dim = self.options.get("head_dim", hidden // heads)
+        queries, keys, ffn = heads * head_dim, kv_heads * head_dim, self.ffn
+        experts = self.options.get("num_local_experts", 0)
+        fused = self.kind == "phi3"
+        attention = [(hidden, queries + 2 * keys)] if fused else [(hidden, queries), (hidden, keys), (hidden, keys)]
+        gates = [(hidden, 2 * ffn)] if fused else [(hidden, ffn), (hidden, ffn)]
+        network = [] if experts else [*gates, (ffn, hidden)]
+        return Decoder(
+            layers=self.layers,
+            hidden=hidden,
+            ffn=ffn,
+            vocab=self.vocab,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            linears=(*attention, (queries, hidden), *network),
+            biases=queries + 2 * keys if self.kind == "qwen2" else 0,
+            norms=4 if self.kind == "gemma2" else 2,
+            head_norms=2 * head_dim if self.kind == "qwen3" else 0,
+            tied=self.options.get("tie_word_embeddings", False),
+            capped=self.kind == "gemma2",
+            experts=experts or 1,
+            top_k=self.options.get("num_experts_per_tok", 1),
+            expert_numel=3 * hidden * ffn if experts else 0,
+        )
 
     def config(self) -> "PreTrainedConfig":
         """Return the Hugging Face configuration."""

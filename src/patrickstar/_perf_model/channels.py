@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from patrickstar._perf_model.frozen_data import FrozenData
 from patrickstar._perf_model.linear_program import Expression
 from patrickstar._perf_model.machine_spec import Machine, Network
 from patrickstar._perf_model.mesh import Mesh
@@ -40,16 +41,17 @@ def channels(
     machine: Machine,
     mesh: Mesh,
     model_data: Sequence[ModelData],
+    frozen: FrozenData | None,
     one: Expression,
     lock_free: bool = False,
 ) -> list[Channel]:
     """Return the resources of a step.
 
-    `lock_free`: without the states on disk, for which no step waits.
+    `model_data`: trained parameters. `lock_free`: without the states on disk, for which no step waits.
     """
     gpus, host = mesh.gpus, machine.host
-    links = _links(work, machine, mesh, model_data, one)
-    operations_s = work.operations / machine.matmul_rate(work.matrix_size)
+    links = _links(work, machine, mesh, model_data, frozen, one)
+    operations_s = (work.operations - work.thin_operations) / machine.matmul_rate(work.matrix_size)
     if work.experts is not None:
         rate = machine.matmul_rate(work.experts.matrix_size)
         operations_s += work.experts.imbalance * work.experts.operations / rate
@@ -61,8 +63,13 @@ def channels(
     )
     read_bytes = total([data.read_bytes(lock_free) for data in model_data])
     write_bytes = total([data.write_bytes(lock_free) for data in model_data])
-    ram_bytes = total([data.ram_bytes for data in model_data]) + read_bytes + write_bytes
-    on_device = total([data.device_update_bytes for data in model_data])
+    ram_bytes = total([data.ram_bytes for data in model_data])
+    if frozen is not None:  # only read
+        h2d_bytes = h2d_bytes + frozen.h2d_bytes
+        read_bytes = read_bytes + frozen.read_bytes
+        ram_bytes = ram_bytes + frozen.ram_bytes
+    ram_bytes = ram_bytes + read_bytes + write_bytes
+    on_device = total([data.device_update_bytes for data in model_data]) + one * work.other_bytes
     if machine.gpu is not None:
         compute = compute + on_device / machine.gpu.memory_bandwidth
     else:
@@ -82,15 +89,21 @@ def channels(
 
 
 def _links(
-    work: Workload, machine: Machine, mesh: Mesh, model_data: Sequence[ModelData], one: Expression
+    work: Workload,
+    machine: Machine,
+    mesh: Mesh,
+    model_data: Sequence[ModelData],
+    frozen: FrozenData | None,
+    one: Expression,
 ) -> list[Channel]:
     """Return the connections between GPUs of a node and between nodes."""
     found = []
+    all_data: list[ModelData | FrozenData] = [*model_data, *([] if frozen is None else [frozen])]
     imbalance = work.experts.imbalance if work.experts is not None else 1.0
     to_node, to_others = _exchanged_bytes(work, mesh)
     if mesh.gpus > 1:
         assert machine.links is not None and machine.links.gpu_gpu is not None
-        gathered = sum(data.sent_in_node for data in model_data)
+        gathered = sum(data.sent_in_node for data in all_data)
         blocking_s = (work.tensor_parallel_bytes + imbalance * to_node) / machine.links.gpu_gpu
         found.append(
             Channel(
@@ -102,7 +115,7 @@ def _links(
         )
     if mesh.nodes > 1:
         assert machine.network is not None
-        network, exchanged = machine.network, sum(data.sent_between_nodes for data in model_data)
+        network, exchanged = machine.network, sum(data.sent_between_nodes for data in all_data)
         exchanges = work.experts.exchanges if work.experts is not None else 0
         blocking_s = imbalance * to_others * mesh.gpus / network.bandwidth
         blocking_s += exchanges * (mesh.expert_nodes - 1) * network.latency_s

@@ -7,19 +7,20 @@ GATHERS = 2
 """All-gathers of each parameter per step: for forward and for backward."""
 
 
-def shard_bytes(numel: int, shards: int, gathers: int = GATHERS) -> float:
+def shard_bytes(numel: int, shards: int, gathers: int = GATHERS, itemsize: float = HALF) -> float:
     """Return the bytes sent inside a replica: `gathers` all-gathers, one reduce-scatter (PatrickStar §7: 6(p-1)/p)."""
-    return (gathers + 1) * HALF * (shards - 1) / shards * numel
+    return (gathers + 1) * itemsize * (shards - 1) / shards * numel
 
 
-def replica_bytes(numel: int, group: ShardGroup, sum_bytes: int = SINGLE) -> float:
+def replica_bytes(numel: int, group: ShardGroup, sum_bytes: int = SINGLE, itemsize: float = HALF) -> float:
     """Return the bytes sent between replicas: sums of gradients are reduced, updated parameters gathered.
 
     Args:
         numel: Elements of the parameters that the group shares; each process exchanges those of its shard.
         sum_bytes: Bytes of an element of the sums. fp32 preserves the bits of a sum over all processes in rank order.
+        itemsize: Bytes of an element of the parameters.
     """
-    return (HALF + sum_bytes) * (group.replicas - 1) / group.replicas * (numel / group.shards)
+    return (itemsize + sum_bytes) * (group.replicas - 1) / group.replicas * (numel / group.shards)
 
 
 def all_reduce_bytes(elements: int, processes: int) -> float:

@@ -27,6 +27,7 @@ class GpuPart(BaseModel):
 
     memory: Bytes
     matmul_tflops: float
+    fp32_tflops: float
     half_rate_size: int
     memory_bandwidth: Rate
     pcie: Rate
@@ -92,6 +93,7 @@ def machine_of_parts(gpu: str, count: int = 1, host_memory: str | None = None, d
             count=count,
             memory=part.memory,
             matmul_tflops=part.matmul_tflops,
+            fp32_tflops=part.fp32_tflops,
             half_rate_size=part.half_rate_size,
             memory_bandwidth=part.memory_bandwidth,
         ),

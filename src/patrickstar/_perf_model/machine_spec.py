@@ -20,6 +20,7 @@ Bytes = Annotated[int, BeforeValidator(_parse_size), Field(gt=0)]
 """Number of bytes; a string such as "32GB" is parsed."""
 Rate = Annotated[float, BeforeValidator(_parse_size), Field(gt=0)]
 """Bytes per second; a string such as "12GB" is parsed."""
+Precision = Literal["bf16", "fp16", "fp32"]
 
 
 class _Part(BaseModel):
@@ -33,6 +34,8 @@ class Gpu(_Part):
     memory: Bytes
     matmul_tflops: float = Field(gt=0)
     """Rate of 16-bit matrix products in 10^12 operations per second; a multiply-add counts as two."""
+    fp32_tflops: float | None = Field(default=None, gt=0)
+    """Rate of fp32 products without TF32, which PyTorch does not use by default; None if unknown."""
     memory_bandwidth: Rate
     half_rate_size: int = Field(default=0, ge=0)
     """Size of square products that reach half of `matmul_tflops`; 0 if all sizes reach it."""
@@ -61,6 +64,8 @@ class Host(_Part):
     """Rate at which a process allocates, page-locks and fills new memory; None if the links are slower."""
     matmul_tflops: float | None = Field(default=None, gt=0)
     """Rate of all cores in bfloat16; required if the host is the compute tier."""
+    fp32_tflops: float | None = Field(default=None, gt=0)
+    """Rate of all cores in fp32; None if unknown."""
 
     def update_bandwidth(self, processes: int, threads: int) -> float:
         """Return the total update traffic in bytes per second of `processes` with `threads` each."""
@@ -120,6 +125,10 @@ class Machine(_Part):
     links: Links | None = None
     disk: DiskDrive | None = None
     network: Network | None = None
+    computes_in: Precision | None = None
+    """Precision of its products; None: 16 bits."""
+    measured: bool = False
+    """True if it is this machine, on which operators can be timed."""
 
     @property
     def device_memory(self) -> int:
@@ -127,9 +136,27 @@ class Machine(_Part):
         return self.gpu.memory if self.gpu is not None else self.host.memory
 
     @property
-    def precision(self) -> Literal["bf16", "fp16"]:
-        """Precision of its 16-bit products, which the rates describe."""
-        return "bf16" if self.gpu is None or self.gpu.bf16 else "fp16"
+    def precision(self) -> Precision:
+        """Precision of its products, which the rates describe."""
+        return self.computes_in or ("bf16" if self.gpu is None or self.gpu.bf16 else "fp16")
+
+    def in_precision(self, precision: Precision) -> "Machine":
+        """Return the machine computing in a precision.
+
+        Raises:
+            ConfigError: It has no such products, or their rate is unknown.
+        """
+        part: Gpu | Host = self.gpu or self.host
+        if precision != "fp32":
+            if precision == ("fp16" if self.gpu is None else "bf16" if not self.gpu.bf16 else None):
+                raise ConfigError(f"precision {precision}: {self.name} computes in {self.precision} or fp32")
+            return self.model_copy(update={"computes_in": precision})
+        if part.fp32_tflops is None:
+            raise ConfigError(
+                f"precision fp32: the rate of {self.name} in fp32 is unknown; add fp32_tflops to a machine file"
+            )
+        part = part.model_copy(update={"matmul_tflops": part.fp32_tflops})
+        return self.model_copy(update={"computes_in": precision, "host" if self.gpu is None else "gpu": part})
 
     def matmul_rate(self, size: int | None = None) -> float:
         """Return the operations per second of products whose smallest side is `size`; None means large."""

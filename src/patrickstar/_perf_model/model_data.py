@@ -6,7 +6,7 @@ from patrickstar._perf_model.collective_costs import GATHERS, replica_bytes, sha
 from patrickstar._perf_model.linear_program import SLACK, Expression, Solution, Variables
 from patrickstar._perf_model.mesh import ShardGroup
 from patrickstar._perf_model.param_placement import OwnShards, ParamPlacement, ReplicaCopies, ShareVariables
-from patrickstar._perf_model.workload import PARAM_BYTES, STATE_BYTES, UPDATE_BYTES
+from patrickstar._perf_model.workload import STATE_BYTES, update_bytes
 
 
 @dataclass(frozen=True)
@@ -32,24 +32,29 @@ class ModelData:
         numel: Elements that the process computes with.
         owned: Elements that it owns: it stores and updates their states.
         copied: Elements of its replica's copy of the parameters that it stores; 0 if there is one replica.
+        param_bytes: Bytes of an element in the compute dtype.
     """
 
-    def __init__(self, numel: int, group: ShardGroup, gpus: int, variables: Variables, first: int) -> None:
-        self.numel, self._group, self._first = numel, group, first
+    def __init__(
+        self, numel: int, param_bytes: float, group: ShardGroup, gpus: int, variables: Variables, first: int
+    ) -> None:
+        self.numel, self.param_bytes, self._group, self._first = numel, param_bytes, group, first
         self._one, self._shares = variables.one, ShareVariables.of(variables, first)
         self.owned = numel / (group.shards * group.replicas)
         self._node_owned = gpus * numel / (group.shards * group.replicas)
         self.copied = numel / group.shards if group.replicas > 1 else 0.0
         self._params: ParamPlacement = (
-            ReplicaCopies(self._shares, self._one, self.owned, self._node_owned, self.copied, gpus * self.copied)
+            ReplicaCopies(
+                self._shares, self._one, self.owned, self._node_owned, self.copied, gpus * self.copied, param_bytes
+            )
             if self.copied
-            else OwnShards(self._shares, self._one, self.owned, self._node_owned)
+            else OwnShards(self._shares, self._one, self.owned, self._node_owned, param_bytes)
         )
 
     @property
     def nbytes(self) -> float:
-        """Bytes of the process on all tiers: 14 per element that it owns, and 2 per element of its replica's copy."""
-        return (PARAM_BYTES + STATE_BYTES) * self.owned + PARAM_BYTES * self.copied
+        """Bytes on all tiers: 14 per element that the process owns in 16 bits, and 2 of its replica's copy."""
+        return (self.param_bytes + STATE_BYTES) * self.owned + self.param_bytes * self.copied
 
     @property
     def node_states_bytes(self) -> float:
@@ -93,7 +98,7 @@ class ModelData:
     @property
     def _update_bytes(self) -> Expression:
         """Gradients or parameters of updates on the host, and streamed states, in one direction."""
-        return self.owned * (PARAM_BYTES * self._shares.on_host + STATE_BYTES * self._shares.streamed)
+        return self.owned * (self.param_bytes * self._shares.on_host + STATE_BYTES * self._shares.streamed)
 
     @property
     def h2d_bytes(self) -> Expression:
@@ -118,29 +123,30 @@ class ModelData:
     @property
     def device_update_bytes(self) -> Expression:
         """Bytes that updates on the device read and write there."""
-        return UPDATE_BYTES * self.owned * (self._shares.resident + self._shares.streamed)
+        return update_bytes(self.param_bytes) * self.owned * (self._shares.resident + self._shares.streamed)
 
     @property
     def ram_bytes(self) -> Expression:
         """Bytes that the process reads and writes in host memory, except for the disk."""
-        update = UPDATE_BYTES * self._shares.on_host + 2 * STATE_BYTES * self._shares.streamed
+        update = update_bytes(self.param_bytes) * self._shares.on_host + 2 * STATE_BYTES * self._shares.streamed
         return self.owned * update + self._params.ram_bytes
 
     @property
     def sent_in_node(self) -> float:
         """Bytes that the process sends to others of its node."""
-        return shard_bytes(self.numel, self._group.shards) - self._sent_in_replica
+        return shard_bytes(self.numel, self._group.shards, itemsize=self.param_bytes) - self._sent_in_replica
 
     @property
     def sent_between_nodes(self) -> float:
         """Bytes that the process sends to other nodes: to other replicas, and those of its own that leave the node."""
-        return replica_bytes(self.numel, self._group) + self._sent_in_replica
+        return replica_bytes(self.numel, self._group, itemsize=self.param_bytes) + self._sent_in_replica
 
     @property
     def _sent_in_replica(self) -> float:
         """Bytes sent to other nodes of the replica, on average: one link of each node's part of a ring leaves it."""
         group = self._group
-        return shard_bytes(self.numel, group.shards) * group.nodes / group.shards if group.nodes > 1 else 0.0
+        sent = shard_bytes(self.numel, group.shards, itemsize=self.param_bytes)
+        return sent * group.nodes / group.shards if group.nodes > 1 else 0.0
 
     @property
     def messages_between_nodes(self) -> int:

@@ -1,10 +1,9 @@
-"""16-bit parameters of one process: where all-gathers read them, and what that costs, linear in the shares."""
+"""Trained parameters in their compute dtype: where all-gathers read them, and what that costs, linear in the shares."""
 
 from dataclasses import dataclass
 from typing import Protocol
 
 from patrickstar._perf_model.linear_program import Expression, Variables
-from patrickstar._perf_model.workload import PARAM_BYTES
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +36,7 @@ class ShareVariables:
 
 
 class ParamPlacement(Protocol):
-    """16-bit parameters: bytes per tier, and bytes that the process transfers in a step."""
+    """Trained parameters in their compute dtype: bytes per tier, and bytes that the process transfers in a step."""
 
     @property
     def limits(self) -> list[Expression]:
@@ -83,12 +82,14 @@ class OwnShards:
     Attributes:
         owned: Elements that the process owns.
         node_owned: Elements that all processes of the node own.
+        param_bytes: Bytes of an element.
     """
 
     shares: ShareVariables
     one: Expression
     owned: float
     node_owned: float
+    param_bytes: float
 
     @property
     def limits(self) -> list[Expression]:
@@ -102,15 +103,15 @@ class OwnShards:
 
     @property
     def device_bytes(self) -> Expression:
-        return PARAM_BYTES * self.owned * (self.shares.retained + self.shares.resident)
+        return self.param_bytes * self.owned * (self.shares.retained + self.shares.resident)
 
     @property
     def host_bytes(self) -> Expression:
-        return PARAM_BYTES * self.node_owned * (self._fetched - self.shares.paged)
+        return self.param_bytes * self.node_owned * (self._fetched - self.shares.paged)
 
     @property
     def disk_bytes(self) -> Expression:
-        return PARAM_BYTES * self.node_owned * self.shares.paged
+        return self.param_bytes * self.node_owned * self.shares.paged
 
     @property
     def _fetched(self) -> Expression:
@@ -119,7 +120,7 @@ class OwnShards:
 
     @property
     def h2d_bytes(self) -> Expression:
-        return PARAM_BYTES * self.owned * (self._fetched + self.shares.refetched)
+        return self.param_bytes * self.owned * (self._fetched + self.shares.refetched)
 
     @property
     def d2h_bytes(self) -> Expression:
@@ -127,15 +128,15 @@ class OwnShards:
 
     @property
     def ram_bytes(self) -> Expression:
-        return PARAM_BYTES * self.owned * self._fetched
+        return self.param_bytes * self.owned * self._fetched
 
     @property
     def read_bytes(self) -> Expression:
-        return 2 * PARAM_BYTES * self.owned * self.shares.paged  # for forward and backward
+        return 2 * self.param_bytes * self.owned * self.shares.paged  # for forward and backward
 
     @property
     def write_bytes(self) -> Expression:
-        return PARAM_BYTES * self.owned * self.shares.paged
+        return self.param_bytes * self.owned * self.shares.paged
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,6 +149,7 @@ class ReplicaCopies:
     Attributes:
         owned, node_owned: Elements that the process, or all processes of the node, own and update.
         copied, node_copied: Elements of the copy that the process, or all processes of the node, store.
+        param_bytes: Bytes of an element.
     """
 
     shares: ShareVariables
@@ -156,6 +158,7 @@ class ReplicaCopies:
     node_owned: float
     copied: float
     node_copied: float
+    param_bytes: float
 
     @property
     def limits(self) -> list[Expression]:
@@ -163,20 +166,20 @@ class ReplicaCopies:
 
     @property
     def device_bytes(self) -> Expression:
-        return PARAM_BYTES * (self.copied * self.shares.retained + self.owned * self.shares.resident)
+        return self.param_bytes * (self.copied * self.shares.retained + self.owned * self.shares.resident)
 
     @property
     def host_bytes(self) -> Expression:
         copy = self.node_copied * (self.one - self.shares.retained - self.shares.paged)
-        return PARAM_BYTES * (copy + self.node_owned * (self.one - self.shares.resident))
+        return self.param_bytes * (copy + self.node_owned * (self.one - self.shares.resident))
 
     @property
     def disk_bytes(self) -> Expression:
-        return PARAM_BYTES * self.node_copied * self.shares.paged
+        return self.param_bytes * self.node_copied * self.shares.paged
 
     @property
     def h2d_bytes(self) -> Expression:
-        return PARAM_BYTES * self.copied * (self.one - self.shares.retained)
+        return self.param_bytes * self.copied * (self.one - self.shares.retained)
 
     @property
     def d2h_bytes(self) -> Expression:
@@ -188,7 +191,7 @@ class ReplicaCopies:
 
     @property
     def read_bytes(self) -> Expression:
-        return PARAM_BYTES * self.copied * self.shares.paged
+        return self.param_bytes * self.copied * self.shares.paged
 
     @property
     def write_bytes(self) -> Expression:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from patrickstar._layout.byte_size import format_size
 from patrickstar._perf_model.channels import total
+from patrickstar._perf_model.frozen_data import FrozenShares
 from patrickstar._perf_model.linear_program import SLACK, value
 from patrickstar._perf_model.machine_spec import Machine
 from patrickstar._perf_model.mesh import Mesh
@@ -56,6 +57,7 @@ class Estimate:
     sweep_s: float = 0.0
     """Seconds in which the disk reads and writes all states on it once."""
     expert_shares: Shares | None = None
+    frozen_shares: FrozenShares | None = None
 
     @property
     def processes(self) -> int:
@@ -139,12 +141,13 @@ def estimate(work: Workload, machine: Machine, mesh: Mesh = ONE_PROCESS, *, lock
         dense,
         loads,
         work.fill_share * transfers_s,
-        math.ceil(sum(data.nbytes for data in program.model_data)),
+        round(program.nbytes),
         math.floor(value(program.used[Tier.DEVICE], solution)),
         math.floor(value(program.used[Tier.HOST], solution)),
         math.floor(value(program.used[Tier.DISK], solution)),
         value(program.sweep, solution),
         experts[0] if experts else None,
+        None if program.frozen is None else program.frozen.shares(solution),
     )
 
 
@@ -253,7 +256,7 @@ def _budget_error(work: Workload, machine: Machine, mesh: Mesh) -> BudgetError:
             *remedies,
         ]
     else:
-        nbytes = sum(data.nbytes for data in StepProgram(work, machine, mesh).model_data) * mesh.processes
+        nbytes = StepProgram(work, machine, mesh).nbytes * mesh.processes
         devices = f"{mesh.processes} devices" if mesh.processes > 1 else "the device"
         below = "the host and its disk" if mesh.nodes == 1 else f"the hosts and disks of {mesh.nodes} nodes"
         problem = f"the model data of {format_size(round(nbytes))} do not fit on {devices}, {below}"

@@ -3,6 +3,7 @@
 from enum import Enum
 
 from patrickstar._perf_model.channels import Channel, channels, total
+from patrickstar._perf_model.frozen_data import FrozenData
 from patrickstar._perf_model.linear_program import Expression, Solution, Variables, minimize
 from patrickstar._perf_model.machine_spec import Machine
 from patrickstar._perf_model.mesh import Mesh
@@ -24,7 +25,8 @@ class StepProgram:
     """Linear program of one step of the processes of a mesh on equal machines.
 
     Attributes:
-        model_data: Dense parameters, and experts if there are some.
+        model_data: Trained parameters: dense ones, and experts if there are some.
+        frozen: Frozen parameters; None if there are none.
         time: Variable with the seconds of the step.
         extra: Variable for missing memory.
         used: Bytes on one process's device, and of all processes of a node in its memory and on its disk.
@@ -41,18 +43,29 @@ class StepProgram:
         if work.experts is not None:
             classes.append((work.experts.params, mesh.experts))
         shares = ShareVariables.COUNT * len(classes)
-        variables = Variables(shares + 2)
-        self.one, self.time, self.extra = variables.one, variables[shares], variables[shares + 1]
+        frozen = FrozenData.COUNT if work.frozen_bytes else 0
+        variables = Variables(shares + frozen + 2)
+        self.one, self.time, self.extra = variables.one, variables[shares + frozen], variables[shares + frozen + 1]
         self.model_data = [
-            ModelData(numel, group, mesh.gpus, variables, ShareVariables.COUNT * index)
+            ModelData(numel, work.param_bytes, group, mesh.gpus, variables, ShareVariables.COUNT * index)
             for index, (numel, group) in enumerate(classes)
         ]
+        self.frozen = FrozenData(work.frozen_bytes, mesh.dense, mesh.gpus, variables, shares) if frozen else None
         self.used = self._used()
         self._equalities = [expression for data in self.model_data for expression in data.equalities]
 
     def channels(self) -> list[Channel]:
         """Return the resources of the step."""
-        return channels(self._work, self._machine, self._mesh, self.model_data, self.one, self._lock_free)
+        return channels(self._work, self._machine, self._mesh, self.model_data, self.frozen, self.one, self._lock_free)
+
+    @property
+    def nbytes(self) -> float:
+        """Bytes of the model data of one process on all tiers."""
+        return sum(data.nbytes for data in self._all_data)
+
+    @property
+    def _all_data(self) -> list[ModelData | FrozenData]:
+        return [*self.model_data, *([] if self.frozen is None else [self.frozen])]
 
     def minimize(self, objective: Expression, *limits: Expression) -> Solution | None:
         """Return the placement within all capacities and limits that minimizes the objective; None if there is none."""
@@ -69,14 +82,14 @@ class StepProgram:
     def _used(self) -> dict[Tier, Expression]:
         work = self._work
         outside = self.one * (work.non_model_bytes + work.working_bytes)
-        host_bytes = total([data.host_bytes for data in self.model_data])
+        host_bytes = total([data.host_bytes for data in self._all_data])
         if self._lock_free:
             states = sum(data.node_states_bytes for data in self.model_data)
             host_bytes = host_bytes + self.one * (LOCK_FREE_BYTES * states / STATE_BYTES)
         return {
-            Tier.DEVICE: outside + total([data.device_bytes for data in self.model_data]),
+            Tier.DEVICE: outside + total([data.device_bytes for data in self._all_data]),
             Tier.HOST: host_bytes,
-            Tier.DISK: total([data.disk_bytes for data in self.model_data]),
+            Tier.DISK: total([data.disk_bytes for data in self._all_data]),
         }
 
     def _capacity_limits(self) -> list[Expression]:
@@ -90,5 +103,5 @@ class StepProgram:
             ]
         else:  # one memory for both tiers
             in_memory = [used[Tier.DEVICE] + used[Tier.HOST] - one * machine.host.memory]
-        limits = [limit for data in self.model_data for limit in data.limits]
+        limits = [limit for data in self._all_data for limit in data.limits]
         return [*in_memory, used[Tier.DISK] - one * disk_bytes, *limits]

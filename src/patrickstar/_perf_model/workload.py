@@ -12,13 +12,20 @@ from patrickstar._perf_model.t5_costs import T5
 from patrickstar.errors import ConfigError
 
 PARAM_BYTES = 2
-"""Bytes of a parameter in the compute dtype; its gradient reuses the same memory."""
+"""Bytes of a parameter in a 16-bit compute dtype; its gradient reuses the same memory."""
 STATE_BYTES = 12
 """Bytes of a parameter's fp32 master copy and two optimizer moments."""
 LOCK_FREE_BYTES = 6
 """Host bytes of a parameter's buffers for lock-free updates: its newest value, and an fp32 sum of gradients."""
+
+
+def update_bytes(param_bytes: float) -> float:
+    """Return the bytes per parameter that an update reads and writes: gradient, parameter, states."""
+    return 2 * param_bytes + 2 * STATE_BYTES
+
+
 UPDATE_BYTES = 2 * PARAM_BYTES + 2 * STATE_BYTES
-"""Bytes per parameter that an update reads and writes: gradient, parameter, states."""
+"""Those of a parameter in mixed precision."""
 
 HALF, SINGLE = 2, 4
 """Bytes of a 16-bit and of a 32-bit number."""
@@ -49,7 +56,7 @@ class Workload:
     """Workload of one step of one process."""
 
     params: int
-    """Elements that the process computes with; those of experts in `experts` are not among them."""
+    """Trained elements that the process computes with; those of experts in `experts` are not among them."""
     batch: int
     """Number of sequences."""
     tokens: int
@@ -68,16 +75,31 @@ class Workload:
     """Experts, if the model has some."""
     model_params: int | None = None
     """Parameters of the whole model, if a process computes with only a part."""
+    param_bytes: float = PARAM_BYTES
+    """Bytes of a trained parameter in the compute dtype, on average."""
+    frozen_params: int = 0
+    """Elements of frozen parameters, which have no gradients, masters and states."""
+    frozen_bytes: int = 0
+    """Bytes of frozen parameters, as operators read them."""
+    other_bytes: int = 0
+    """Bytes of operators on the device that take the time of their memory traffic, as far as they are known."""
+    thin_operations: float = 0
+    """Operations among them: products of long and thin matrices."""
 
     @property
     def process_params(self) -> int:
-        """Elements that the process computes with."""
+        """Trained elements that the process computes with."""
         return self.params + (self.experts.params if self.experts is not None else 0)
 
     @property
     def all_params(self) -> int:
-        """Parameters of the whole model."""
-        return self.params if self.model_params is None else self.model_params
+        """Parameters of the whole model, trained and frozen."""
+        return self.params + self.frozen_params if self.model_params is None else self.model_params
+
+    @property
+    def trained_params(self) -> int:
+        """Parameters of the whole model that are trained."""
+        return self.all_params - self.frozen_params
 
     @property
     def all_operations(self) -> float:
@@ -87,7 +109,7 @@ class Workload:
     @property
     def fill_share(self) -> float:
         """Fraction of the transfers that cannot overlap with computation: the first and last working sets."""
-        return min(1.0, self.working_bytes / (PARAM_BYTES * self.process_params))
+        return min(1.0, self.working_bytes / (self.param_bytes * self.process_params + self.frozen_bytes))
 
     @property
     def working_sets(self) -> int:

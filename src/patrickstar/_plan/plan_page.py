@@ -38,7 +38,7 @@ def plan_page(plan: Prediction) -> str:
         f"<h1>{html.escape(answer(plan))}</h1>",
         f'<p class="about">{html.escape(plan.machine.source)}</p>',
         _cards(plan),
-        f'<h2>To set</h2><pre tabindex="0">{html.escape(config_text(plan.machine, best))}</pre>',
+        f'<h2>To set</h2><pre tabindex="0">{html.escape(config_text(plan))}</pre>',
         f'<div class="grid">{"".join(places)}</div>',
         "<h2>Memory</h2>",
         table(("", "used", "of", "share"), memory, "Table of the memory of each tier"),

@@ -1,11 +1,14 @@
 """Text of a plan, as ``patrickstar plan`` prints it."""
 
 from patrickstar._layout.byte_size import format_size
+from patrickstar._layout.schema import COMPUTE_DTYPES
+from patrickstar._perf_model.adapters import Adapters
 from patrickstar._perf_model.checkpoint_cost import checkpoint_cost
 from patrickstar._perf_model.machine_spec import Machine
 from patrickstar._perf_model.mesh import Mesh
 from patrickstar._perf_model.perf_model import ChannelLoad, Estimate
 from patrickstar._perf_model.text_tables import channels_table, format_seconds, memory_table, rows
+from patrickstar._perf_model.workload import Workload
 from patrickstar._plan.prediction import Prediction
 from patrickstar._plan.upgrades import ENDURANCE, Upgrade, lock_free
 
@@ -17,7 +20,7 @@ def plan_text(plan: Prediction) -> str:
     unit = "process" if best.mesh.tp == 1 else "tensor-parallel group"
     activations = "recomputed in backward" if work.checkpointing else "kept for backward"
     summary = (
-        ("model", f"{plan.model.name}, {_count(work.all_params)} parameters: it fits"),
+        ("model", f"{plan.model.name}, {_count(work.all_params)} parameters{_trained(work)}: it fits"),
         ("machine", _described(plan.machine, best.mesh)),
         (
             "batch",
@@ -36,7 +39,7 @@ def plan_text(plan: Prediction) -> str:
         channels_table(loads(plan), plan.step_s),
         memory_table(tiers(plan.budgets, best)),
         _choices(best),
-        f"to set:\n{config_text(plan.machine, best)}",
+        f"to set:\n{config_text(plan)}",
     )
     return "\n".join(parts)
 
@@ -89,13 +92,38 @@ def remarks(plan: Prediction) -> list[tuple[str, str]]:
     ]
 
 
-def config_text(machine: Machine, best: Estimate) -> str:
+def _trained(work: Workload) -> str:
+    if not work.frozen_params:
+        return ""
+    return f", of which {work.trained_params / 1e6:,.1f} million are trained"
+
+
+def config_text(plan: Prediction) -> str:
     """Return the configuration to paste. Budgets follow from the machine that trains."""
+    machine, best = plan.machine, plan.best
     disk = ', disk="FOLDER ON THE DRIVE"' if machine.disk is not None and best.disk_bytes else ""
     torchrun = "" if best.processes == 1 else f"torchrun --nproc-per-node {best.mesh.gpus} script.py\n"
     recompute = "model.activation_checkpointing_enable()\n" if best.workload.checkpointing else ""
     config = f'config = ps.Config(precision="{machine.precision}"{disk}, optimizer=ps.AdamW(lr=1e-4))'
-    return f"{torchrun}{recompute}{config}\nengine, optimizer = ps.initialize(model, config)"
+    adapters = "" if plan.model.adapters is None else _adapters_text(plan.model.adapters, machine.precision)
+    return f"{torchrun}{adapters}{recompute}{config}\nengine, optimizer = ps.initialize(model, config)"
+
+
+def _adapters_text(adapters: Adapters, precision: str) -> str:
+    """Return the lines that load the base and add adapters."""
+    dtype = "torch." + COMPUTE_DTYPES[precision]
+    quantized, option = "", ""
+    if adapters.quantized:
+        quantized = (
+            f'in_4bit = BitsAndBytesConfig(\n    load_in_4bit=True, bnb_4bit_quant_type="nf4", '
+            f"bnb_4bit_compute_dtype={dtype}\n)\n"
+        )
+        option = ", quantization_config=in_4bit"
+    return (
+        f"{quantized}base = AutoModelForCausalLM.from_pretrained(FOLDER, dtype={dtype}{option})\n"
+        f'adapters = LoraConfig(\n    r={adapters.rank}, target_modules="all-linear", task_type="CAUSAL_LM"\n)\n'
+        f"model = get_peft_model(base, adapters)\n"
+    )
 
 
 def _drive_row(plan: Prediction) -> list[tuple[str, str]]:
@@ -241,10 +269,17 @@ def _choices(best: Estimate) -> str:
             f" Of the experts' states {_percent(of.resident)} stay on the device and {_percent(of.on_host)} are "
             f"updated on the host; of their parameters {_percent(of.retained)} stay on the device."
         )
+    trained = frozen = ""
+    if best.frozen_shares is not None:
+        paged_away = f" and {_percent(best.frozen_shares.paged)} are on disk" if best.frozen_shares.paged else ""
+        trained, frozen = (
+            " trained",
+            f" Of the frozen parameters {_percent(best.frozen_shares.retained)} stay on the device{paged_away}.",
+        )
     return (
         f"by the estimate: of the optimizer states {_percent(shares.resident)} stay on the device, "
         f"{_percent(shares.on_host)} are updated on the host and {_percent(streamed)} are copied to the device for "
-        f"their update{in_ram}; of the parameters {_percent(shares.retained)} stay on the device from forward to "
-        f"backward{paged}.{experts} These shares minimize the time of the busiest resource, {best.busiest.name} (a "
-        f"linear program); the batch maximizes tokens per second."
+        f"their update{in_ram}; of the{trained} parameters {_percent(shares.retained)} stay on the device from forward "
+        f"to backward{paged}.{experts}{frozen} These shares minimize the time of the busiest resource, "
+        f"{best.busiest.name} (a linear program); the batch maximizes tokens per second."
     )

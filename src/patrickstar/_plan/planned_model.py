@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from patrickstar._models.open_models import OPEN_MODELS, find_open_model
 from patrickstar._models.presets import EXPERT_PRESETS, MOE_PRESETS, PRESETS, T5_PRESETS, Preset
+from patrickstar._perf_model.adapters import Adapters
 from patrickstar._perf_model.experts import Experts
 from patrickstar._perf_model.gpt_costs import Gpt
 from patrickstar._perf_model.machine_spec import Machine
@@ -30,27 +31,40 @@ class PlannedModel:
         sequence: Tokens of a sequence.
         workloads: Returns the workloads of one process of a mesh.
         traced: Returns the model as dry runs train it; None if they can't.
+        adapters: Adapters that are added to a model of that name, and trained in its place.
     """
 
     name: str
     sequence: int
     workloads: Callable[[Mesh], Workloads]
     traced: "Callable[[], TracedModel] | None" = None
+    adapters: Adapters | None = None
 
 
-def find_planned_model(name: str, sequence: int, machine: Machine, capacity_factor: float | None) -> PlannedModel:
+def find_planned_model(
+    name: str,
+    sequence: int,
+    machine: Machine,
+    capacity_factor: float | None,
+    adapters: Adapters | None = None,
+) -> PlannedModel:
     """Find a model by preset, whose workload is computed by formulas, or configuration, which is traced in a dry run.
 
     The configuration is a file, that of a preset for training with experts, or that of a well-known open model.
+    Formulas are of full fine-tuning in 16 bits: a preset with adapters, or in fp32, is traced.
 
     Raises:
-        ConfigError: The name is neither, and the message suggests the nearest names; or the model has no experts for
-            which the capacity factor could be.
+        ConfigError: The name is neither, and the message suggests the nearest names; the model has no experts for
+            which the capacity factor could be; or it is only a formula.
     """
     presets: dict[str, Gpt | T5] = {**PRESETS, **T5_PRESETS, **MOE_PRESETS}
-    if name in presets:
+    by_formula = adapters is None and machine.precision != "fp32"
+    if not by_formula and (name in T5_PRESETS or name in MOE_PRESETS):
+        what = f"{adapters}" if adapters is not None else "fp32"
+        raise ConfigError(f"{name} with {what}: its plan is a formula of full fine-tuning in 16 bits")
+    if name in presets and by_formula:
         return planned_shape(name, replace(presets[name], sequence=sequence), capacity_factor)
-    if name not in EXPERT_PRESETS and find_open_model(name) is None and not Path(name).exists():
+    if name not in {*PRESETS, *EXPERT_PRESETS} and find_open_model(name) is None and not Path(name).exists():
         known = [*presets, *EXPERT_PRESETS, *OPEN_MODELS]
         nearest = get_close_matches(name.lower(), known, n=3, cutoff=0.3) or known
         raise ConfigError(f"{name!r} is neither a known model nor a file; did you mean {', '.join(nearest)}?")
@@ -64,7 +78,9 @@ def find_planned_model(name: str, sequence: int, machine: Machine, capacity_fact
 
     source = find_model(name)
     source.check_sequence(sequence)
-    return planned_trace(language_model(source, sequence), machine)
+    return replace(
+        planned_trace(language_model(source, sequence, adapters, machine.precision), machine), adapters=adapters
+    )
 
 
 def planned_shape(name: str, shape: Gpt | T5, capacity_factor: float | None = None) -> PlannedModel:

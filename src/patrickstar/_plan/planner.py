@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from patrickstar._layout.byte_size import format_size, parse_size
+from patrickstar._layout.schema import COMPUTE_DTYPES
+from patrickstar._perf_model.adapters import adapters_of
 from patrickstar._perf_model.machine_parts import machine_of_parts, parse_disk
-from patrickstar._perf_model.machine_spec import Machine, find_machine
+from patrickstar._perf_model.machine_spec import Machine, Precision, find_machine
 from patrickstar._perf_model.margins import Margins
 from patrickstar._perf_model.mesh import Mesh
 from patrickstar._perf_model.perf_model import BATCHES
@@ -40,6 +42,9 @@ def plan(
     batch: int | None = None,
     sequence: int = 1024,
     activation_checkpointing: bool | None = None,
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto",
+    lora: int | None = None,
+    qlora: int | None = None,
     sample: Any = None,
     loss: "Callable[[Any], torch.Tensor] | None" = None,
     capacity_factor: float | None = None,
@@ -47,9 +52,9 @@ def plan(
 ) -> Plan:
     """Predict whether a model fits a machine, how fast it trains there, and what limits it. Nothing is trained.
 
-    Plans are for mixed precision with AdamW. An estimate finds the fastest batch, and the least time that any placement
-    of the model data takes. Then the engine runs a step of that batch on the simulated machine, on tensors without
-    bytes.
+    Plans are for AdamW. Frozen parameters count as in a run: without gradients, masters and states. An estimate finds
+    the fastest batch, and the least time that any placement of the model data takes. Then the engine runs a step of
+    that batch on the simulated machine, on tensors without bytes.
 
     Args:
         model: Name of an open model such as "llama-3-8b" or of a preset, configuration file, model folder, module, or
@@ -68,6 +73,10 @@ def plan(
         batch: Sequences per GPU, or per tensor-parallel group. Default: whichever is fastest.
         sequence: Sequence length in tokens; a `sample` has its own.
         activation_checkpointing: Default: whichever is faster.
+        precision: Compute precision. Default: the machine's 16-bit one, or what is faster on a CPU that is measured.
+        lora: Rank of adapters beside all linear layers but the head, which are trained while the base is frozen in
+            that precision, as by `peft.LoraConfig(r=lora, target_modules="all-linear")`. Default: full fine-tuning.
+        qlora: The same with a base in 4 bits, as by `transformers.BitsAndBytesConfig(load_in_4bit=True)`.
         sample: Inputs of a module as in training: a tensor, a tuple of arguments, or a mapping of keyword arguments.
         loss: Returns the loss from the output of a module. Default: that of `ps.initialize`.
         capacity_factor: Buffer of each expert relative to the mean number of tokens. Default: no buffers.
@@ -92,12 +101,16 @@ def plan(
         disk=disk,
         batch=batch,
         activation_checkpointing=activation_checkpointing,
+        precision=precision,
         dry_run=dry_run,
     )
+    adapters = adapters_of(lora, qlora)
     if isinstance(model, str):
         if sample is not None or loss is not None:
             raise ConfigError(f"`sample` and `loss` are for modules; {model} has token ids of `sequence`")
-        return search.plan(find_planned_model(model, sequence, search.machine, capacity_factor))
+        return search.plan(find_planned_model(model, sequence, search.machine, capacity_factor, adapters))
+    if adapters is not None:
+        raise ConfigError(f"{adapters}: plan a module with the adapters that it has; `lora` and `qlora` are for names")
     if sample is None:
         raise ConfigError("`sample`: the plan of a module needs inputs as in training")
     # Imported here because PyTorch takes seconds to load.
@@ -122,16 +135,33 @@ def search_of(
     disk: str | None,
     batch: int | None,
     activation_checkpointing: bool | None,
+    precision: str,
     dry_run: bool,
 ) -> Search:
     """Return the search of these options of `plan`."""
-    found = with_memory(_machine(machine, gpu, gpus, host_memory, disk), device_memory, host_memory)
+    found = _in_precision(_machine(machine, gpu, gpus, host_memory, disk), precision)
+    found = with_memory(found, device_memory, host_memory)
     measured = machine == HERE  # what is measured is free, and budgets by default
     margins = Margins(device=not measured and device_memory is None, host=not measured or host_memory is not None)
     mesh = Mesh(nodes, process_count(found, gpus), tp, ep)
     recompute = activation_checkpointing
     checkpointing = (True, False) if recompute is None else (recompute,)
     return Search(found, mesh, checkpointing, BATCHES if batch is None else (batch,), dry_run, margins)
+
+
+def _in_precision(machine: Machine, precision: str) -> Machine:
+    """Return the machine computing in a precision; "auto" is its own or, on a CPU that was measured, the faster one."""
+    if precision not in ("auto", *COMPUTE_DTYPES):
+        raise ConfigError(f"precision {precision!r}: choose auto, {', '.join(COMPUTE_DTYPES)}")
+    if precision != "auto":
+        return machine.in_precision(cast(Precision, precision))
+    rates = machine.host.matmul_tflops, machine.host.fp32_tflops
+    if machine.gpu is None and machine.measured and rates[0] is not None and rates[1] is not None:
+        # Imported here because PyTorch takes seconds to load.
+        from patrickstar._perf_model.cpu_precision import faster_on_cpu
+
+        return machine.in_precision(cast(Precision, faster_on_cpu(rates[0], rates[1])))
+    return machine
 
 
 def with_memory(machine: Machine, device_memory: str | None, host_memory: str | None) -> Machine:

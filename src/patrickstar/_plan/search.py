@@ -111,7 +111,7 @@ class Search:
         for hidden, depths in GPT_FAMILY:
             for layers in depths:
                 gpt = Preset(layers, hidden, heads=16, sequence=sequence)
-                model = planned_shape("a GPT", gpt, capacity_factor)
+                model = planned_shape("a dense GPT like GPT-2", gpt, capacity_factor)
                 best = self.best_or_none(model, self.machine, self._with_replicas(model))
                 if best is not None and best.tflops >= least_tflops and (found is None or gpt.numel > found[0]):
                     found = gpt.numel, model

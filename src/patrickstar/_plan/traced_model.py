@@ -10,11 +10,21 @@ from torch.utils import _pytree as pytree
 
 from patrickstar._dry_run.fit_check import Trial, batch_of, default_loss, enable_checkpointing
 from patrickstar._dry_run.report import DryRunReport
-from patrickstar._dry_run.simulation import Step, copy_to_meta, forward_backward_step, on_meta, simulate
+from patrickstar._dry_run.simulation import (
+    Step,
+    copy_to_meta,
+    forward_backward_step,
+    on_meta,
+    simulate,
+    simulate_on_this_machine,
+)
 from patrickstar._dry_run.traced_workload import traced_workloads
 from patrickstar._engine.engine import Engine
+from patrickstar._layout.schema import COMPUTE_DTYPES
+from patrickstar._models.adapted import adapted
 from patrickstar._models.model_source import ModelSource
 from patrickstar._models.training_step import token_ids, training_step
+from patrickstar._perf_model.adapters import Adapters
 from patrickstar._perf_model.machine_spec import Machine
 from patrickstar._perf_model.perf_model import Estimate
 from patrickstar._perf_model.workload import Workloads
@@ -51,24 +61,40 @@ class TracedModel:
         return traced_workloads(Engine, self.build, self.step, lambda batch: batch * self.row_tokens, machine)
 
     def dry_run(self, machine: Machine, best: Estimate) -> DryRunReport:
-        """Dry-run a step of an estimate's batch and processes on a machine, in mixed precision.
+        """Dry-run a step of an estimate's batch and processes on a machine; on this machine its operators are timed.
 
         Raises:
             BudgetError: The engine does not fit this step.
         """
         work = best.workload
-        config = Config(precision=machine.precision, disk=None if machine.disk is None else Disk("."))
+        disk = None if machine.disk is None else Disk(".")
+        config = Config(device="cpu" if machine.gpu is None else "auto", precision=machine.precision, disk=disk)
         build, step = self.build(work.checkpointing), self.step(work.batch)
+        if machine.measured:
+            device = config.find_device()
+            return simulate_on_this_machine(Engine, build, config, step, device, machine, best.processes)
         return simulate(Engine, build, config, step, machine, processes=best.processes)
 
 
-def language_model(source: ModelSource, sequence: int) -> TracedModel:
-    """Return a causal language model over sequences of that many tokens."""
+def language_model(
+    source: ModelSource, sequence: int, adapters: Adapters | None = None, precision: str = "bf16"
+) -> TracedModel:
+    """Return a causal language model over sequences of that many tokens.
+
+    Args:
+        adapters: Adapters to train beside a frozen base in `precision`. Default: the model itself is trained.
+        precision: Precision of products.
+    """
+
+    def build(checkpointing: bool) -> Build:
+        base = source.to_meta(checkpointing)
+        return base if adapters is None else adapted(base, adapters, getattr(torch, COMPUTE_DTYPES[precision]))
+
     return TracedModel(
-        source.to_meta,
+        build,
         lambda batch: training_step(token_ids(batch, sequence), max_norm=MAX_NORM),
         sequence,
-        source.name,
+        source.name if adapters is None else f"{source.name} with {adapters}",
     )
 
 

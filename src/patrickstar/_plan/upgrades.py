@@ -71,7 +71,13 @@ def lock_free(machine: Machine, best: Estimate) -> Estimate | None:
 
 def drive_days(machine: Machine, best: Estimate, step_s: float) -> float | None:
     """Return the days after which the drives of a node, with steps of `step_s`, have been written to their limit."""
+    tokens = drive_tokens(machine, best)
+    return None if tokens is None else tokens / (best.mesh.batches * best.workload.tokens) * step_s / 86400
+
+
+def drive_tokens(machine: Machine, best: Estimate) -> float | None:
+    """Return the tokens after which the drives of the nodes have been written to their limit; None if none is."""
     written = sum(load.amount for load in best.channels if load.name == "disk write") * best.mesh.gpus
     if machine.disk is None or not written:
         return None
-    return ENDURANCE * machine.disk.capacity / (written / step_s * 86400)
+    return ENDURANCE * machine.disk.capacity / written * best.mesh.batches * best.workload.tokens

@@ -1,0 +1,60 @@
+"""Formulas of open decoders come to what their traces count."""
+
+import warnings
+from dataclasses import replace
+
+import pytest
+
+from patrickstar._models.model_source import ModelSource
+from patrickstar._models.open_models import OPEN_MODELS
+from patrickstar._models.vocabulary import Vocabulary
+from patrickstar._perf_model.adapters import Adapters
+from patrickstar._perf_model.machine_parts import machine_of_parts
+from patrickstar._perf_model.workload import Workload
+from patrickstar._plan.traced_model import language_model
+
+MACHINE = machine_of_parts("rtx4090")
+LORA, QLORA = Adapters(16), Adapters(8, quantized=True)
+
+
+def compute_s(work: Workload) -> float:
+    """Return the seconds of a step's operators, as estimates have them."""
+    products_s = (work.operations - work.thin_operations) / MACHINE.matmul_rate(work.matrix_size)
+    return products_s + work.other_bytes / MACHINE.gpu.memory_bandwidth
+
+
+@pytest.mark.parametrize("name", OPEN_MODELS)
+def test_parameters_are_those_published(name):
+    assert OPEN_MODELS[name].decoder().numel == OPEN_MODELS[name].params
+
+
+@pytest.mark.long("four traces of models of transformers")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    ("name", "adapters", "checkpointing"),
+    [
+        ("llama-3.2-1b", None, True),
+        pytest.param("llama-3-8b", None, False, marks=pytest.mark.slow),
+        pytest.param("llama-3.2-1b", LORA, False, marks=pytest.mark.slow),
+        ("qwen2.5-0.5b", LORA, True),
+        pytest.param("qwen3-0.6b", None, False, marks=pytest.mark.slow),
+        ("qwen3-0.6b", QLORA, False),
+        pytest.param("phi-3-mini", QLORA, True, marks=pytest.mark.slow),
+        pytest.param("gemma-2-2b", LORA, True, marks=pytest.mark.slow),
+    ],
+)
+def test_a_formula_is_the_trace(name, adapters, checkpointing):
+    model = replace(OPEN_MODELS[name], layers=2)
+    config = model.config()
+    config.use_cache = False
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        source = ModelSource(name, config, Vocabulary(model.vocab))
+        traced = language_model(source, 512, adapters).workloads(MACHINE)(2, checkpointing)
+    counted = model.decoder().workload(2, 512, checkpointing, adapters)
+    for field in ("params", "frozen_params", "frozen_bytes", "param_bytes", "tokens"):
+        assert getattr(counted, field) == getattr(traced, field), field
+    # The gradient of the first layer's input is not needed, if the embedding is frozen.
+    assert counted.operations == pytest.approx(traced.operations, rel=0.03)
+    assert counted.non_model_bytes == pytest.approx(traced.non_model_bytes, rel=0.05)
+    assert compute_s(counted) == pytest.approx(compute_s(traced), rel=0.12)
