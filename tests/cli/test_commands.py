@@ -48,7 +48,7 @@ REFUSED = {
     "no log": ([*TINY, "--log", "text.py/log.jsonl"], ["text.py/log.jsonl", "choose another path"]),
     "a budget too small": (
         [*TINY, "--device-memory", "1KiB"],
-        ["device budget of 1024 bytes", "Each of these alone is enough", "device_memory='"],
+        ["device budget of 1.00 KiB", "Each of these alone is enough", "--device-memory "],
     ),
 }
 

@@ -86,7 +86,7 @@ def test_a_run_resumes_on_any_mesh(tmp_path):
 @pytest.mark.parametrize(
     ("processes", "words", "error"),
     [
-        (3, ["--tp", "2"], "error: 3 processes can't be divided into replicas=1 times groups of tp=2"),
+        (3, ["--tp", "2"], "error: 3 processes can't be divided into --replicas 1 times groups of --tp 2"),
         (2, ["--tp", "2", "--model", "gpt-1m"], "no tensor-parallel plan for a GPT2LMHeadModel (gpt-1m)"),
         (2, ["--tp", "2", "--dry-run"], "error: --dry-run simulates all processes in one"),
     ],

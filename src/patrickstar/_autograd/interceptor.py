@@ -196,14 +196,14 @@ class Interceptor:
     ) -> Any:
         """Run an operator whose parameters are on the device; follow its in-place writes and its outputs."""
         # After the access: once its parameter was written, a view's node is made anew, from where the parameter is.
-        before = GraphSnapshot.now(args, kwargs)
-        copied = None
+        before, copied = GraphSnapshot.now(args, kwargs), None
         if func in WRITERS:
             check_written_precision(func, args, tensors[0])
             if func is torch.Tensor.copy_:
                 args, copied = copied_in_full(args)
         versions = [version_of(tensor) for tensor in tensors]
-        timed = TimedProduct.begin(func, args, managed_params, self.data.manager)
+        recorded = self.data.manager.timeline is not None
+        timed = TimedProduct.begin(func, args, managed_params, self.data.manager) if recorded else None
         if func is F.embedding and managed_params[0].embedding:
             out = embedding_lookup(args, kwargs, managed_params[0], self.data.manager, self.gradient_hooks)
         else:

@@ -41,6 +41,8 @@ class ChunkManager(DevicePrefetch):
         evict_everything: bool = False,
     ) -> None:
         self.device = device
+        self.timeline: Timeline | None = None
+        """Recorder of the step, if it is recorded."""
         hardware = hardware if hardware is not None else Hardware(device)
         arena_bytes = host_budget_bytes if arena_bytes is None else arena_bytes
         device_tier = DeviceTier(hardware, device_budget_bytes, poison)
@@ -175,11 +177,6 @@ class ChunkManager(DevicePrefetch):
 
     # Records
 
-    @property
-    def timeline(self) -> Timeline | None:
-        """Recorder of the step, if it is recorded."""
-        return self.io_dispatch.timeline
-
     def begin_timeline(self) -> None:
         """Record the step that begins."""
         accelerator, seconds = self.hardware.accelerator, self.hardware.seconds
@@ -199,7 +196,7 @@ class ChunkManager(DevicePrefetch):
         return timeline.finish(step)
 
     def _record(self, timeline: Timeline | None) -> None:
-        self.io_dispatch.timeline = self.device_tier.timeline = self.host_tier.timeline = timeline
+        self.timeline = self.io_dispatch.timeline = self.device_tier.timeline = self.host_tier.timeline = timeline
 
     def begin_phase(self, name: str) -> None:
         """Note in the record, if there is one, that a part of the step begins: forward, backward or step."""
