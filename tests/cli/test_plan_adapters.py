@@ -11,10 +11,11 @@ from patrickstar._models.open_models import OPEN_MODELS
 from patrickstar._models.presets import PRESETS
 
 LAPTOP = ["--gpu", "rtx4060", "--host-memory", "16GB"]
+SHORT = ["--sequence", "64", "--batch", "4", "--no-activation-checkpointing"]
 DRIVE = ["--disk", "2TB:7GB/s:5GB/s"]
 
 
-@pytest.mark.long("three plans, of which two trace a model of transformers")
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_adapters_have_frozen_bytes_and_states_of_their_own():
     options = ["--model", "gpt-1m", *LAPTOP, "--sequence", "64", "--batch", "4"]
@@ -32,17 +33,16 @@ def test_adapters_have_frozen_bytes_and_states_of_their_own():
 @pytest.mark.long("a plan and its dry run trace a model of transformers")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_plan_of_adapters_says_what_is_trained_and_what_to_write():
-    options = ["--model", "gpt-1m", *LAPTOP, "--sequence", "64", "--batch", "4", "--no-activation-checkpointing"]
+    options = ["--model", "gpt-1m", *LAPTOP, *SHORT]
     result = done("plan", *options, "--qlora", "4")
-    assert result.output.startswith("gpt-1m with QLoRA of rank 4 fits rtx4060")
+    assert result.stdout.startswith("gpt-1m with QLoRA of rank 4 fits rtx4060")
     for words in ("of which 0.0 million are trained", "Of the frozen parameters", "load_in_4bit=True", "r=4, "):
-        assert words in result.output, result.output
+        assert words in result.stdout, result.stdout
 
 
 def test_fp32_has_four_bytes_per_parameter_and_the_cards_own_rate():
     half, full = (
-        planned("--model", "gpt-1m", *LAPTOP, "--sequence", "64", "--batch", "4", "--precision", precision)
-        for precision in ("bf16", "fp32")
+        planned("--model", "gpt-1m", *LAPTOP, *SHORT, "--precision", precision) for precision in ("bf16", "fp32")
     )
     positions = (PRESETS["gpt-1m"].sequence - 64) * 128
     assert half["model_data_bytes"] == 14 * half["model"]["params"]
@@ -62,7 +62,7 @@ def test_without_a_model_the_open_models_that_fit_are_told_in_80_columns():
 
 
 def test_the_table_as_data_adds_up():
-    found = json.loads(done("plan", *LAPTOP, *DRIVE, "--json").output)
+    found = json.loads(done("plan", "--gpu", "rtx4090", "--host-memory", "64GB", *DRIVE, "--json").output)
     models = {each["name"]: each for each in found["models"]}
     assert {*models, *found["too_large"]} == {*OPEN_MODELS}
     small, large = models["qwen2.5-0.5b"], models["llama-3-8b"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sampling import draws
+from sampling import nightly
 from torch import nn
 from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
@@ -155,7 +155,7 @@ def _no_avx512_kernels(monkeypatch):
 
 
 @pytest.mark.long("each draw is traced, dry-run with measured operators, and trained")
-@settings(max_examples=draws(20), deadline=None, print_blob=True)
+@settings(max_examples=20 if nightly() else 2, deadline=None, print_blob=True)
 @given(settled)
 def test_a_plan_of_adapters_has_the_bytes_of_a_run(tmp_path_factory, draw):
     folder = tmp_path_factory.mktemp("base")

@@ -17,6 +17,7 @@ import patrickstar as ps
 from patrickstar._autograd.gradient_hooks import GradientHooks
 from patrickstar._autograd.interceptor import Interceptor
 from patrickstar._step.optimizer_step import OptimizerStep
+from patrickstar.testing import NoMeter
 
 SOURCES = str(Path(ps.__file__).parent)
 EVENTS = {
@@ -27,8 +28,8 @@ EVENTS = {
 }
 CEILINGS = {
     # Budget for a third of the parameters: each operator fetches a chunk and evicts one.
-    "planned": ("900KiB", {"operator": (37, 341), "window": (35, 278), "gradient": (14, 31)}, 51),
-    "resident": ("64MiB", {"operator": (12, 42), "window": (10, 17), "gradient": (14, 25)}, 37),
+    "planned": ("900KiB", {"operator": (36, 326), "window": (34, 268), "gradient": (14, 29)}, 50),
+    "resident": ("64MiB", {"operator": (12, 42), "window": (10, 17), "gradient": (14, 23)}, 37),
 }
 """Budget; most files and calls of one event; most files of all events of a parameter together."""
 
@@ -75,7 +76,7 @@ def test_no_event_takes_more_files_or_calls_than_before(place, monkeypatch):
         torch.manual_seed(0)
         model = layers(256, 12, nn.GELU)
     config = ps.Config(device="cpu", device_memory=budget, host_memory="64MiB", precision="bf16")
-    with ps.Engine(model, config) as engine:
+    with ps.Engine(model, config, meter=NoMeter()) as engine:  # what a meter counts depends on earlier tests
         train(engine, inputs(5, 256), max_norm=1.0)
         walk = Walk(monkeypatch)
         train(engine, inputs(1, 256), max_norm=1.0)

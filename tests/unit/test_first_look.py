@@ -10,7 +10,7 @@ from patrickstar._plan.planner import search_of
 from patrickstar.errors import BudgetError
 
 OPTIONS = dict.fromkeys(("machine", "gpus", "device_memory", "batch", "activation_checkpointing"))
-OPTIONS |= dict(nodes=1, tp=1, ep=1, dry_run=True, gpu="rtx4090", disk="2TB:7GB/s")
+OPTIONS |= dict(nodes=1, tp=1, ep=1, dry_run=True, gpu="rtx4090", disk="2TB:7GB/s", precision="auto")
 
 
 def test_an_open_model_has_a_size_and_a_least_time_at_once():

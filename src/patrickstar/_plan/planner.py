@@ -141,8 +141,10 @@ def search_of(
     """Return the search of these options of `plan`."""
     found = _in_precision(_machine(machine, gpu, gpus, host_memory, disk), precision)
     found = with_memory(found, device_memory, host_memory)
-    measured = machine == HERE  # what is measured is free, and budgets by default
-    margins = Margins(device=not measured and device_memory is None, host=not measured or host_memory is not None)
+    # What is measured is free, and budgets by default.
+    margins = Margins(
+        device=not found.measured and device_memory is None, host=not found.measured or host_memory is not None
+    )
     mesh = Mesh(nodes, process_count(found, gpus), tp, ep)
     recompute = activation_checkpointing
     checkpointing = (True, False) if recompute is None else (recompute,)
