@@ -201,14 +201,14 @@ class Interceptor:
             check_written_precision(func, args, tensors[0])
             if func is torch.Tensor.copy_:
                 args, copied = copied_in_full(args)
-        versions = [version_of(tensor) for tensor in tensors]
+        versions = [*map(version_of, tensors)]
         recorded = self.data.manager.timeline is not None
         timed = TimedProduct.begin(func, args, managed_params, self.data.manager) if recorded else None
         if func is F.embedding and managed_params[0].embedding:
             out = embedding_lookup(args, kwargs, managed_params[0], self.data.manager, self.gradient_hooks)
         else:
             out = run_with_retry(func, args, kwargs, managed_params[0], self.data)
-        if versions != [version_of(tensor) for tensor in tensors]:
+        if versions != [*map(version_of, tensors)]:
             written = [t for t, version in zip(tensors, versions, strict=True) if version_of(t) != version]
             with managing():
                 for managed in dict.fromkeys(managed for tensor in written for managed in tensor._managed_params):

@@ -4,8 +4,7 @@
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 PARAM16 = "param16"
@@ -67,28 +66,32 @@ class ParamSchema:
     buffers: tuple[ListSpec, ...] = ()
     """Lists that stay on the host, for lock-free updates."""
 
+    # Stored, because each update reads them.
+    optimizer_lists: tuple[ListSpec, ...] = field(init=False, compare=False, repr=False)
+    """Lists that only the optimizer step accesses."""
+    state_lists: tuple[ListSpec, ...] = field(init=False, compare=False, repr=False)
+    """Master and optimizer states."""
+    state_kinds: tuple[str, ...] = field(init=False, compare=False, repr=False)
+    """Kinds of the optimizer states' lists; none of a frozen parameter."""
+    trained: bool = field(init=False, compare=False, repr=False)
+    """True if the optimizer updates parameters of this schema."""
+
     def __post_init__(self) -> None:
         assert self.lists[0].kind == PARAM16, "the first list of a schema must be param16"
+        states = tuple(spec for spec in self.lists[1:] if spec.kind != DELAYED16)
+        derived = {
+            "optimizer_lists": self.lists[1:],
+            "state_lists": states,
+            "state_kinds": tuple(spec.kind for spec in states if spec.kind != PARAM32),
+            "trained": len(self.lists) > 1,
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
 
     @property
     def compute(self) -> ListSpec:
         """List that operators read."""
         return self.lists[0]
-
-    @cached_property
-    def optimizer_lists(self) -> tuple[ListSpec, ...]:
-        """Lists that only the optimizer step accesses."""
-        return self.lists[1:]
-
-    @cached_property
-    def state_lists(self) -> tuple[ListSpec, ...]:
-        """Master and optimizer states."""
-        return tuple(spec for spec in self.optimizer_lists if spec.kind != DELAYED16)
-
-    @cached_property
-    def state_kinds(self) -> tuple[str, ...]:
-        """Kinds of the optimizer states' lists; none of a frozen parameter."""
-        return tuple(spec.kind for spec in self.state_lists if spec.kind != PARAM32)
 
     @property
     def delays(self) -> bool:
@@ -99,11 +102,6 @@ class ParamSchema:
     def bytes_per_param(self) -> int:
         """Bytes of model data per element without padding: 14 for Adam in mixed precision, 2 if frozen in 16 bits."""
         return sum(spec.itemsize for spec in (*self.lists, *self.buffers))
-
-    @cached_property
-    def trained(self) -> bool:
-        """True if the optimizer updates parameters of this schema."""
-        return len(self.lists) > 1
 
     @property
     def master_dtype(self) -> str:

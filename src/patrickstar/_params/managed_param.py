@@ -65,17 +65,16 @@ class ManagedParam:
     views: WeakValueDictionary[int, torch.Tensor] = field(default_factory=WeakValueDictionary, repr=False)
     """Views of the parameter, and its state_dict entry, by their ids. See [Note: assigned data]."""
 
+    is_dtensor: bool = field(init=False)
+
     def __post_init__(self) -> None:
         self.state = ParamState(self.name)
+        self.is_dtensor = self.whole is not None
 
     @property
     def state_kinds(self) -> tuple[str, ...]:
         """Chunk lists of its optimizer states; none while it is frozen."""
         return self.schema.state_kinds
-
-    @cached_property
-    def is_dtensor(self) -> bool:
-        return self.whole is not None
 
     @property
     def placements(self) -> Any:

@@ -88,7 +88,7 @@ class Gradients:
         for managed in managed_params if self._zeros else ():
             self.store_zeros(managed)
         self._zeros.clear()
-        self._used.update(managed for managed in self.data.managed_params if managed.has_gradient)
+        self._used.update([each for each in self.data.managed_params if each.state.overlays_param or each.has_gradient])
 
     def check_scaled(self) -> None:
         """Raise TrainingError if a gradient is not of this engine's scaled loss, which only `drop` can end."""

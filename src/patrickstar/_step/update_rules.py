@@ -49,6 +49,8 @@ class UpdateRules:
     def note_updates(self, data: ModelData, groups: Mapping[ManagedParam, Mapping[str, Any]]) -> None:
         """Note the param groups of which the step that begins, or the backward before it, updates a parameter."""
         for managed, group in groups.items():
+            if id(group) in self._updated:
+                continue
             in_backward = managed.state.updated_in_backward == data.backward_id > 0
             if in_backward or data.has_gradient(managed):
                 self._updated.add(id(group))
