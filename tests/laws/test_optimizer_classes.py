@@ -10,6 +10,8 @@ import patrickstar as ps
 from patrickstar import testing
 from patrickstar.errors import ConfigError
 
+from .group_optimizers import Branches, two_groups
+
 WIDTH, STEPS, SAVED_AFTER = 8, 12, 7
 
 
@@ -123,28 +125,6 @@ class NormalizesVectors(Base):
 EXACT = [CountsInGroup, CountsTensors, NormalizesVectors]
 TOGETHER = [CouplesFromStep8, SumsOverGroup, CountsInInstance, UsesFirstParam, DrawsFromStep5]
 REFUSED = [CountsInClass, DecaysWithoutGradients]
-
-
-class Branches(torch.nn.Module):
-    """One layer gets gradients in every second call only, one group none in the first calls, one bias none ever."""
-
-    def __init__(self):
-        super().__init__()
-        self.stem, self.sometimes, self.late = (torch.nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.stem.bias.requires_grad_(False)
-        self.calls = 0
-
-    def forward(self, x):
-        self.calls += 1
-        x = torch.tanh(self.stem(x))
-        x = self.sometimes(x) if self.calls % 2 else x
-        return self.late(x) if self.calls > 3 else x
-
-
-def two_groups(model):
-    late = list(model.late.parameters())
-    others = [*model.stem.parameters(), *model.sometimes.parameters()]
-    return [{"params": others}, {"params": late, "lr": 0.03}]
 
 
 def config_of(kind, precision="fp32", **options):
