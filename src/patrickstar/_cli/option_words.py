@@ -15,7 +15,7 @@ _REPLACED = (
     (re.compile(rf"(?<![\w-])({_SIZES})\b"), r"--\1"),
     (re.compile(r"\b\d+ bytes \(([\d.]+ [KMGT]?i?B)\)"), r"\1"),
 )
-"""What is replaced, in this order, and by what. The last are numbers of bytes that are given as a size, too."""
+"""Patterns in their order, and their replacements. The last is of bytes that are given as a size, too."""
 
 
 def in_options(message: str) -> str:

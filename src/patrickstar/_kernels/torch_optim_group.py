@@ -69,7 +69,7 @@ class GroupOptimizer:
         self._attributes: Mapping[str, Any] = {}
         """Attributes of the object after its constructor."""
         self._saved: Mapping[str, Any] = {}
-        """What the object is to be given once it exists."""
+        """State and attributes for the object, which does not exist yet."""
 
     def begin(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Note the options of the param groups as the constructor is to see them."""

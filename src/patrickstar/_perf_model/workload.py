@@ -25,7 +25,7 @@ def update_bytes(param_bytes: float) -> float:
 
 
 UPDATE_BYTES = 2 * PARAM_BYTES + 2 * STATE_BYTES
-"""Those of a parameter in mixed precision."""
+"""Bytes per parameter that an update in mixed precision reads and writes."""
 
 HALF, SINGLE = 2, 4
 """Bytes of a 16-bit and of a 32-bit number."""
