@@ -74,7 +74,7 @@ def predict(draw: dict) -> dict:
     torch.set_num_threads(draw["threads"])
     machine = profile_machine(torch.device("cpu"))
     # What is free differs between the processes, and each step fits by far.
-    machine = replace_memory(machine, 3 << 28)
+    machine = replace_memory(machine, 1 << 31)
     plan = ps.plan(
         build(draw),
         machine=machine,

@@ -33,8 +33,9 @@ from patrickstar._dry_run.simulated_kernels import gradient_bytes, roofline, spa
 from patrickstar._dry_run.simulation import simulate
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.grad_norm import GradStats
-from patrickstar._kernels.update_rule import Gradient, Running, Span
+from patrickstar._kernels.update_rule import Gradient, Span
 from patrickstar._layout.byte_size import format_size
+from patrickstar._memory.transfer import Transfer
 from patrickstar._perf_model.machine_spec import Gpu, Host, Links, Machine
 from patrickstar._step import streamed_update
 
@@ -134,7 +135,7 @@ class TimedKernels(Kernels):
         self._bandwidth = machine.gpu.memory_bandwidth
         self._operators = operators
 
-    def start(self, spans: Sequence[Span], scales: Sequence[float]) -> list[Running]:
+    def start(self, spans: Sequence[Span], scales: Sequence[float]) -> list[Transfer]:
         on_host = [span for span in spans if span.master.device.type == "cpu"]
         on_device = [span for span in spans if span.master.device.type != "cpu"]
         if on_device:
@@ -143,7 +144,7 @@ class TimedKernels(Kernels):
 
         def update() -> None:
             for running in super(TimedKernels, self).start(on_host, scales):
-                running.finish()
+                running.wait()
 
         if on_host:
             self.host.run(update, sum(map(span_bytes, on_host)))

@@ -36,6 +36,7 @@ from patrickstar._kernels.update_rule import Span
 from patrickstar._memory.chunk import Chunk, fill_poison
 from patrickstar._memory.copy_streams import CopyStreams, StreamTransfer
 from patrickstar._memory.hardware import Hardware
+from patrickstar._memory.transfer import Transfer
 from patrickstar._memory.vm_pool import PagePool, VMRange
 from patrickstar._params import device_arithmetic, local_shards
 
@@ -183,8 +184,10 @@ class LateCopies(CopyStreams):
         super().down_now(chunk)
 
 
-class LateUpdate:
+class LateUpdate(Transfer):
     """Update on the host that runs when it is waited for."""
+
+    label = "a late update"
 
     def __init__(self, run: Callable[[], None], begun: bool) -> None:
         self._run: Callable[[], None] | None = run
@@ -207,7 +210,7 @@ class LateUpdate:
     def cancel(self) -> None:
         self._run = None
 
-    def finish(self) -> None:
+    def wait(self) -> None:
         if self._run is not None:
             run, self._run = self._run, None
             run()

@@ -33,7 +33,7 @@ def sluggish(monkeypatch):
 
         def withdraw_or_wait(self):
             if choice.random() >= share:
-                self.finish()
+                self.wait()
             return withdraw(self)
 
         monkeypatch.setattr(DiskOptimizerStep, "progress", sometimes)
@@ -73,8 +73,8 @@ class NotBegun:
     def cancel(self):
         pass
 
-    def finish(self):
-        self._start().finish()
+    def wait(self):
+        self._start().wait()
 
 
 @pytest.mark.parametrize("max_staleness", [1, 2, 3])

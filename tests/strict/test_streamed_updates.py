@@ -62,7 +62,7 @@ def started(updates: StreamedUpdates, span: Span) -> StreamedUpdate:
 def test_every_piece_arrives(updates, grad_on_host):
     span = new_span(grad_on_host)
     expected = updated_param(span)
-    started(updates, span).finish()
+    started(updates, span).wait()
     assert torch.equal(span.param.cpu(), expected)
 
 
@@ -71,7 +71,7 @@ def test_parameters_are_written_after_earlier_uses(updates, grad_on_host):
     span = new_span(grad_on_host)
     before = span.param.cpu()
     read = span.param.clone()
-    started(updates, span).finish()
+    started(updates, span).wait()
     assert torch.equal(read.cpu(), before)
 
 
@@ -106,11 +106,11 @@ def test_buffers_come_back_after_an_error(updates, seed):
     for number in range(2 * BUFFERS):
         updates.kernels = Refusing(kernels, (seed + number) % BUFFERS)
         with pytest.raises(MemoryError):
-            started(updates, new_span(grad_on_host=number % 2 == 0)).finish()
+            started(updates, new_span(grad_on_host=number % 2 == 0)).wait()
     updates.kernels = kernels
     span = new_span(grad_on_host=False)
     expected = updated_param(span)
-    started(updates, span).finish()
+    started(updates, span).wait()
     assert torch.equal(span.param.cpu(), expected)
 
 
@@ -119,6 +119,6 @@ def test_updates_share_the_buffers(updates):
     spans = [new_span(grad_on_host=number % 3 == 0) for number in range(6)]
     expected = updated_param(spans[0]), updated_param(spans[1])
     for update in [started(updates, span) for span in spans]:
-        update.finish()
+        update.wait()
     for number, span in enumerate(spans):
         assert torch.equal(span.param.cpu(), expected[number % 3 != 0])

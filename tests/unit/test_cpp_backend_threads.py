@@ -96,8 +96,8 @@ def test_an_update_may_be_finished_later():
     copies = [lists.copy() for lists in all_lists]
     running = [kernel.start([lists.span()], SCALES) for lists in copies]
     for one in reversed(running):
-        one.finish()
-        one.finish()  # a second call has no effect
+        one.wait()
+        one.wait()  # a second call has no effect
     for lists, copy in zip(all_lists, copies, strict=True):
         assert_same_bits(lists.after(EagerBackend()), copy.chunks, "finished later")
 
@@ -159,7 +159,7 @@ def threads_share_a_short_update():
     expected = lists.after(EagerBackend())
     running = kernel.start([(found := lists.copy()).span()], SCALES)
     assert kernel.pool_size == 3, kernel.pool_size
-    running.finish()
+    running.wait()
     assert_same_bits(expected, found.chunks, "shared by threads")
 
 

@@ -150,7 +150,7 @@ def test_what_the_c_plus_plus_kernel_began_is_waited_for_later(kernels):
     running = kernels.start(one, (0.5,))
     assert len(running) == 2
     for each in running:
-        each.finish()
+        each.wait()
     assert Kernels(None).start(other, (0.5,)) == []
     for ours, theirs in zip(one, other, strict=True):
         assert_same_bits(tensors(theirs), tensors(ours), str(ours.rule))

@@ -82,7 +82,7 @@ def test_an_update_in_pieces_has_the_bits_of_an_update_in_place(monkeypatch, hos
     kernels.update([expected], (0.5,))
     nbytes = buffer_bytes(numel, found.param.itemsize, by_pages=True)
     streamed = StreamedUpdates(kernels, ImmediateAccelerator(), host_tier, nbytes)
-    streamed.submit([on_device(found)], (0.5,), []).finish()
+    streamed.submit([on_device(found)], (0.5,), []).wait()
     streamed.close()
     expected, found = ([one.param, one.master, *one.states] for one in (expected, found))
     assert_same_bits(expected, found, "parameter, master and states")
@@ -99,12 +99,12 @@ class NotedKernels(Kernels):
     def start(self, spans, scales):
         self.notes.append("start")
         running = super().start(spans, scales)
-        return [SimpleNamespace(finish=partial(self._finish, running), cancel=lambda: None)]
+        return [SimpleNamespace(wait=partial(self._finish, running), cancel=lambda: None)]
 
     def _finish(self, running):
         assert self.gate.wait(20)
         for each in running:
-            each.finish()
+            each.wait()
         self.notes.append("finish")
 
 
@@ -129,7 +129,7 @@ def test_the_kernel_has_its_next_piece_before_it_ends_one(monkeypatch, host_tier
         time.sleep(0.001)
     kernels.gate.set()
     for update in updates:
-        update.finish()
+        update.wait()
     streamed.close()
     assert "finish" not in begun
     for number, note in enumerate(kernels.notes):

@@ -168,7 +168,7 @@ def _update_rate(hardware: Hardware, numel: int = UPDATED_NUMEL) -> float:
     host = HostTier(nbytes, nbytes, hardware.host_arena, poison=False)
     updates = StreamedUpdates(kernels, hardware.accelerator, host, nbytes)
     try:
-        times = [elapsed_s(lambda: updates.submit([span], (), ()).finish(), hardware.device) for _ in range(ROUNDS + 1)]
+        times = [elapsed_s(lambda: updates.submit([span], (), ()).wait(), hardware.device) for _ in range(ROUNDS + 1)]
     finally:
         updates.close()
         host.close()

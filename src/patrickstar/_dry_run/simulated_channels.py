@@ -117,8 +117,10 @@ class SimulatedTransfer(Transfer):
         self.ends_at = self.channel.clock.now
 
 
-class SimulatedUpdate:
+class SimulatedUpdate(Transfer):
     """Update on the host whose copies in both directions overlap with the kernel, page by page."""
+
+    label = "update"
 
     def __init__(self, *transfers: SimulatedTransfer) -> None:
         self.transfers = transfers
@@ -141,7 +143,7 @@ class SimulatedUpdate:
         for transfer in self.transfers:
             transfer.cancel()
 
-    def finish(self) -> None:
+    def wait(self) -> None:
         for transfer in self.transfers:
             transfer.wait()
 

@@ -9,9 +9,10 @@ from patrickstar._dry_run.op_tracer import OpCost, OpCosts, matrix_size, operati
 from patrickstar._dry_run.packed_products import unpacked_bytes
 from patrickstar._dry_run.simulated_channels import SimulatedTransfer, SimulatedUpdate
 from patrickstar._dry_run.simulated_hardware import SimulatedHardware
-from patrickstar._kernels.dispatch import Copy, Kernels
+from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.grad_norm import GradStats
 from patrickstar._kernels.update_rule import Gradient, Span
+from patrickstar._memory.transfer import Transfer
 from patrickstar._perf_model.machine_spec import Machine
 
 
@@ -30,12 +31,12 @@ class SimulatedKernels(Kernels):
 
     def update(self, spans: Sequence[Span], scales: Sequence[float]) -> None:
         for running in self.start(spans, scales):
-            running.finish()
+            running.wait()
 
     def update_together(self, spans: Sequence[Span], update: Callable[[], None]) -> None:
         self.update(spans, ())
 
-    def start_after(self, copies: Sequence[Copy], spans: Sequence[Span], scales: Sequence[float]) -> list[Any]:
+    def start_after(self, copies: Sequence[Transfer], spans: Sequence[Span], scales: Sequence[float]) -> list[Any]:
         on_host = [span for span in spans if self.hardware.on_host(span.master)]
         on_device = [span for span in spans if not self.hardware.on_host(span.master)]
         self._run_on_device(sum(span_bytes(span) for span in on_device))

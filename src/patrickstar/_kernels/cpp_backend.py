@@ -16,6 +16,7 @@ import patrickstar._kernels
 from patrickstar._kernels.averaged import AveragedRule
 from patrickstar._kernels.grad_norm import GradStats
 from patrickstar._kernels.update_rule import Gradient, Rule, Span
+from patrickstar._memory.transfer import Transfer
 
 LIBRARY = "patrickstar_kernels.so"
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -36,8 +37,10 @@ class Unavailable(Exception):
     """A compiled backend cannot be used here. The message gives the reason and the remedy."""
 
 
-class CppUpdate:
-    """An update that the thread pool is executing. It keeps references to the tensors until it is finished."""
+class CppUpdate(Transfer):
+    """An update that the thread pool is executing. It keeps references to the tensors until it is waited for."""
+
+    label = "an update of the C++ library"
 
     def __init__(self, library: ctypes.CDLL, tensors: object) -> None:
         self._library, self._tensors = library, tensors
@@ -50,23 +53,19 @@ class CppUpdate:
     def prioritize(self) -> None:
         """Do nothing: all its threads run it already."""
 
-    def withdraw(self) -> bool:
-        """Return False: it has begun."""
-        return False
-
     def cancel(self) -> None:
         """Wait for its end."""
-        self.finish()
+        self.wait()
 
-    def finish(self) -> None:
+    def wait(self) -> None:
         if self.handle:
             handle, self.handle = self.handle, ctypes.c_void_p()
             self._library.patrickstar_finish(handle)
         self._tensors = None
 
     def __del__(self) -> None:
-        # If an exception skips `finish`, the tensors must still outlive the update.
-        self.finish()
+        # If an exception skips `wait`, the tensors must still outlive the update.
+        self.wait()
 
 
 class CppBackend:
@@ -125,7 +124,7 @@ class CppBackend:
         return grad.latest.device.type == "cpu" and grad.latest.dtype in DTYPES and grad.dtype == torch.float32
 
     def start(self, spans: Sequence[Span], scales: Sequence[float]) -> CppUpdate:
-        """Start an update. The caller must call `finish` on the result."""
+        """Start an update. The caller must call `wait` on the result."""
         running = CppUpdate(self._library, list(spans))
         call = self._call([self._packed(span) for span in spans], scales)
         self._check(self._library.patrickstar_start(*call, ctypes.byref(running.handle)))

@@ -14,7 +14,8 @@ from patrickstar._kernels.cpp_backend import CppBackend, Unavailable
 from patrickstar._kernels.eager_backend import PAGE_NUMEL, STATS_BYTES, EagerBackend
 from patrickstar._kernels.grad_norm import GradStats
 from patrickstar._kernels.triton_backend import TritonBackend
-from patrickstar._kernels.update_rule import Gradient, Rule, Running, Span
+from patrickstar._kernels.update_rule import Gradient, Rule, Span
+from patrickstar._memory.transfer import Transfer
 
 
 class Backend(Protocol):
@@ -27,13 +28,6 @@ class Backend(Protocol):
 
     def grad_stats(self, gradients: Sequence[Gradient], scales: Sequence[float]) -> GradStats:
         """Return the statistics of the scaled gradients, with sums of squares in the order of `gradients`."""
-
-
-class Copy(Protocol):
-    """A copy in progress."""
-
-    def wait(self) -> None:
-        """Wait until it has ended."""
 
 
 class Kernels:
@@ -94,9 +88,9 @@ class Kernels:
         """Return the workspace bytes of the statistics of gradients on a device, of which the longest has `numel`."""
         return 0 if self.has_kernel(device) else min(numel, PAGE_NUMEL) * STATS_BYTES
 
-    def start(self, spans: Sequence[Span], scales: Sequence[float]) -> list[Running]:
-        """Update every span. The returned C++ updates may still be running; the caller must call `finish`."""
-        running: list[Running] = []
+    def start(self, spans: Sequence[Span], scales: Sequence[float]) -> list[Transfer]:
+        """Update every span. The returned C++ updates may still be running; the caller must call `wait`."""
+        running: list[Transfer] = []
         try:
             for backend, group in groupby(spans, self.for_update):
                 if isinstance(backend, CppBackend):  # see `is_concurrent`
@@ -105,11 +99,11 @@ class Kernels:
                     backend.update(list(group), scales)
         except BaseException:
             for update in running:
-                update.finish()
+                update.wait()
             raise
         return running
 
-    def start_after(self, copies: Sequence[Copy], spans: Sequence[Span], scales: Sequence[float]) -> list[Running]:
+    def start_after(self, copies: Sequence[Transfer], spans: Sequence[Span], scales: Sequence[float]) -> list[Transfer]:
         """Update every span as `start` does, once copies of its tensors have ended."""
         for copy in copies:
             copy.wait()

@@ -5,7 +5,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 
@@ -128,26 +128,6 @@ class Gradient:
         for scale in scales:
             grad.mul_(scale)
         return grad
-
-
-class Running(Protocol):
-    """An update in progress."""
-
-    @property
-    def done(self) -> bool:
-        """True once it is known to have ended, with or without an error."""
-
-    def prioritize(self) -> None:
-        """Run it before others that wait, if their order may change."""
-
-    def withdraw(self) -> bool:
-        """Cancel it if it has not begun. Return True if it was cancelled."""
-
-    def cancel(self) -> None:
-        """Cancel what has not begun, and wait for the rest without raising its error."""
-
-    def finish(self) -> None:
-        """Wait for its end, and raise its error. May be called again."""
 
 
 @dataclass(frozen=True)

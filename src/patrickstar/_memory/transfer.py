@@ -1,4 +1,4 @@
-"""Interface of a transfer in flight, whatever moves the bytes: threads, GPU streams, collectives or a simulation."""
+"""Interface of what is in flight, whatever runs it: threads, GPU streams, collectives, kernels or a simulation."""
 
 from abc import abstractmethod
 from typing import Protocol
@@ -7,7 +7,7 @@ from patrickstar._memory.accelerator import DeviceClock
 
 
 class Transfer(Protocol):
-    """Copy of bytes that runs beside the training thread."""
+    """Copy, page I/O, collective or update that runs beside the training thread."""
 
     label: str
     """Name of what is transferred, for errors and profiles."""
@@ -40,6 +40,10 @@ class Transfer(Protocol):
     @abstractmethod
     def prioritize(self) -> None:
         """Move it ahead of others that wait, if their order may change."""
+
+    def withdraw(self) -> bool:
+        """Cancel it if it is known not to have begun. Return True if it was cancelled."""
+        return False
 
     @abstractmethod
     def cancel(self) -> None:

@@ -6,10 +6,11 @@ from functools import partial
 import torch
 
 from patrickstar._kernels.dispatch import Kernels
-from patrickstar._kernels.update_rule import Gradient, Rule, Running, Span
+from patrickstar._kernels.update_rule import Gradient, Rule, Span
 from patrickstar._layout.schema import DELAYED16
 from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.defer_sigint import defer_sigint
+from patrickstar._memory.transfer import Transfer
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
 from patrickstar._step.disk_optimizer_step import DiskOptimizerStep
@@ -127,10 +128,10 @@ class DelayedUpdates:
             self._running.add(running, used, partial(self._end, running, rules))
 
     @defer_sigint
-    def _end(self, running: Running, rules: Mapping[ManagedParam, Rule]) -> None:
+    def _end(self, running: Transfer, rules: Mapping[ManagedParam, Rule]) -> None:
         """Wait for the update of one chunk's parameters."""
         try:
-            running.finish()
+            running.wait()
         except BaseException as error:
             running.cancel()
             self._give_up(rules, error)

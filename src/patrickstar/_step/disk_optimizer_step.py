@@ -311,7 +311,7 @@ class DiskOptimizerStep:
             chunks.insert(0, owner.param16)
         pages.update = updates.start(spans, owner.scales, chunks, urgent=True)
         if any(span.rule.needs_shape for span in spans):
-            pages.update.finish()  # while the device has room for its products of matrices
+            pages.update.wait()  # while the device has room for its products of matrices
         self.staging_pool.keep_until(EndOfUpdate(pages.update, repr(owner.param16)))
         self._running.add(pages.update, chunks, partial(self._finish, pages))
 
@@ -319,7 +319,7 @@ class DiskOptimizerStep:
     def _finish(self, pages: PageSet) -> None:
         """Wait for the update of a page set, and start to write it back."""
         try:
-            pages.update.finish()
+            pages.update.wait()
             self._end(pages)
         except BaseException as error:
             self._abort(error)

@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from patrickstar._kernels.update_rule import Rule, Running, Span
+from patrickstar._kernels.update_rule import Rule, Span
 from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.defer_sigint import defer_sigint
 from patrickstar._memory.host_arena import ArenaBlock
 from patrickstar._memory.host_tier import HostTier
 from patrickstar._memory.profiler_range import profiler_range
+from patrickstar._memory.transfer import Transfer
 from patrickstar._params.managed_param import ManagedParam, profiled_names
 from patrickstar._params.model_data import ModelData
 from patrickstar._step.failed_update import give_up
@@ -42,7 +43,7 @@ class _Update:
     """Set when it has taken blocks, or found none."""
     copies: bool = False
     """True once it has taken blocks, and copies gradients."""
-    running: Running | None = None
+    running: Transfer | None = None
     blocks: Blocks | None = None
     """Spare block of each chunk's new content: from the begin of the update on, unless a newer one took them."""
     failed: bool = False
@@ -245,7 +246,7 @@ class HostSpeculation:
             self.withdrawn.append(index)
             return
         try:
-            update.running.finish()
+            update.running.wait()
         except Exception:  # the step will update the chunk, and raise the error if it occurs again
             update.failed = True
 
@@ -276,7 +277,7 @@ class HostSpeculation:
         """Wait for an update, and make its spare blocks the host copies of its chunks."""
         assert update.running is not None and update.blocks is not None, "its blocks were kept"
         try:
-            update.running.finish()
+            update.running.wait()
         except BaseException as error:
             self._spare.release(update)
             give_up(self.data, update.rules, error)

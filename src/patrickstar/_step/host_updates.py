@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from patrickstar._kernels.dispatch import Kernels
-from patrickstar._kernels.update_rule import Running, Span
+from patrickstar._kernels.update_rule import Span
 from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.transfer import Transfer
 from patrickstar._step.running_updates import UpdateGroup
@@ -33,7 +33,7 @@ class HostUpdates:
 
     def start(
         self, spans: Sequence[Span], scales: Sequence[float], used: Sequence[Chunk], urgent: bool = False
-    ) -> Running:
+    ) -> Transfer:
         """Start an update that uses these chunks; `urgent`: see `StreamedUpdates.submit`."""
         if self.streamed is not None:
             return self.streamed.submit(spans, scales, copies_of(used), urgent)
@@ -44,7 +44,7 @@ class HostUpdates:
 
     def start_when_ready(
         self, bind: Callable[[], Sequence[Span] | None], scales: Sequence[float], used: Sequence[Chunk]
-    ) -> Running:
+    ) -> Transfer:
         """Start an update after all others, once its gradients are complete on the device; see `StreamedUpdates`."""
         if self.streamed is not None:
             return self.streamed.submit((), scales, copies_of(used), bind=bind)

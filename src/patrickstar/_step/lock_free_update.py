@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from patrickstar._kernels.dispatch import Kernels
-from patrickstar._kernels.update_rule import Running
 from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.defer_sigint import defer_sigint
 from patrickstar._memory.direct_io import PAGE_BYTES
+from patrickstar._memory.transfer import Transfer
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
 from patrickstar._step.disk_optimizer_step import DiskOptimizerStep
@@ -55,7 +55,7 @@ from patrickstar.optim import Optimizer
 class _HostUpdate:
     """Update of a chunk whose states are on the host, beside operators of an accelerator."""
 
-    running: Running
+    running: Transfer
     pages: Sequence[BufferedPage]
 
 
@@ -269,7 +269,7 @@ class LockFreeUpdates:
         """Wait for the update of a chunk whose states are on the host."""
         update = self._on_host.pop(index)
         try:
-            update.running.finish()
+            update.running.wait()
         except BaseException as error:
             update.running.cancel()
             self._give_up(self.buffer.rules(update.pages), error)

@@ -6,10 +6,11 @@ from functools import partial
 from typing import Any
 
 from patrickstar._kernels.dispatch import Kernels
-from patrickstar._kernels.update_rule import Rule, Running, Span
+from patrickstar._kernels.update_rule import Rule, Span
 from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.defer_sigint import defer_sigint
 from patrickstar._memory.profiler_range import profiler_range
+from patrickstar._memory.transfer import Transfer
 from patrickstar._params.managed_param import ManagedParam, profiled_names
 from patrickstar._params.model_data import ModelData
 from patrickstar._schedule.placement import Tier
@@ -312,10 +313,10 @@ class OptimizerStep:
         self._order[index] = None
 
     @defer_sigint
-    def _finish(self, running: Running, rules: Mapping[ManagedParam, Rule], renewed: Chunk | None) -> None:
+    def _finish(self, running: Transfer, rules: Mapping[ManagedParam, Rule], renewed: Chunk | None) -> None:
         """Wait for the update of one chunk's parameters; `renewed`: their chunk if its host copy was written."""
         try:
-            running.finish()
+            running.wait()
         except BaseException as error:
             running.cancel()  # Ctrl-C may have interrupted the wait
             give_up(self.data, rules, error)
@@ -355,7 +356,7 @@ class OptimizerStep:
         chunks: Sequence[Chunk],
         urgent: bool,
         renewed: Chunk | None,
-    ) -> tuple[Running | None, list[Chunk]]:
+    ) -> tuple[Transfer | None, list[Chunk]]:
         """Update one chunk's parameters; beside an accelerator, start to. `renewed`: write them to its host copy.
 
         Returns:
@@ -384,7 +385,7 @@ class OptimizerStep:
         if updates is not None:
             running = updates.start(spans, scales, used, urgent)
             if any(rule.needs_shape for rule in rules.values()):
-                running.finish()  # while the device has room for its products of matrices
+                running.wait()  # while the device has room for its products of matrices
             return running, used
         self.kernels.update(spans, scales)
         return None, used

@@ -5,7 +5,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from patrickstar._kernels.update_rule import Running
 from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.defer_sigint import defer_sigint
 from patrickstar._memory.transfer import Transfer
@@ -22,10 +21,12 @@ from patrickstar._memory.transfer import Transfer
 # finished, in their order.
 
 
-class UpdateGroup:
+class UpdateGroup(Transfer):
     """Updates that were started together, as one."""
 
-    def __init__(self, parts: Sequence[Running]) -> None:
+    label = "an update on the host"
+
+    def __init__(self, parts: Sequence[Transfer]) -> None:
         self.parts = parts
 
     @property
@@ -47,16 +48,16 @@ class UpdateGroup:
         for part in self.parts:
             part.cancel()
 
-    def finish(self) -> None:
+    def wait(self) -> None:
         """Wait for all, and raise the first error."""
         for part in self.parts:
-            part.finish()
+            part.wait()
 
 
 class EndOfUpdate(Transfer):
     """The end of an update, for whoever moves memory that it uses. Whoever finishes the update raises its error."""
 
-    def __init__(self, running: Running, label: str) -> None:
+    def __init__(self, running: Transfer, label: str) -> None:
         self.label = label
         self._running = running
 
@@ -66,7 +67,7 @@ class EndOfUpdate(Transfer):
 
     def wait(self) -> None:
         with suppress(Exception):
-            self._running.finish()
+            self._running.wait()
 
     def prioritize(self) -> None:
         self._running.prioritize()
@@ -90,24 +91,24 @@ class RunningUpdates:
 
     def __init__(self, in_order: bool = False) -> None:
         self.in_order = in_order
-        self._entries: dict[Running, _Entry] = {}
+        self._entries: dict[Transfer, _Entry] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def add(self, update: Running, chunks: Sequence[Chunk], finish: Callable[[], None] | None = None) -> None:
+    def add(self, update: Transfer, chunks: Sequence[Chunk], finish: Callable[[], None] | None = None) -> None:
         """Add an update that has been started.
 
         Args:
             chunks: The chunks in memory that it uses.
-            finish: Called in place of `update.finish`.
+            finish: Called in place of `update.wait`.
         """
-        self._entries[update] = _Entry(chunks, update.finish if finish is None else finish)
+        self._entries[update] = _Entry(chunks, update.wait if finish is None else finish)
         for chunk in chunks:
             chunk.finish_update = partial(self.finish_one, update)
 
     @defer_sigint
-    def finish_one(self, update: Running) -> None:
+    def finish_one(self, update: Transfer) -> None:
         """Finish an update, and those before it if they are in order. Raises the error of the first that failed."""
         while self.in_order and update in self._entries:
             self.finish_first()
@@ -140,7 +141,7 @@ class RunningUpdates:
         if errors:
             raise errors[0]
 
-    def discard(self, update: Running) -> None:
+    def discard(self, update: Transfer) -> None:
         """Forget an update, if it is still here; the caller ends it."""
         if update in self._entries:
             self._remove(update)
@@ -151,7 +152,7 @@ class RunningUpdates:
             self._remove(update)
 
     @defer_sigint
-    def _remove(self, update: Running) -> _Entry:
+    def _remove(self, update: Transfer) -> _Entry:
         entry = self._entries.pop(update)
         for chunk in entry.chunks:
             if not any(chunk in other.chunks for other in self._entries.values()):

@@ -22,7 +22,7 @@ from patrickstar._step.running_updates import UpdateGroup
 # Worker threads run the updates whose masters are on the host, see [Note: running updates]. They copy gradients to the
 # host piece by piece, on a stream of its own and ordered after the gradients, wait for each copy, run the kernel, and
 # copy the parameters back on another stream. So copies in both directions overlap with the kernel and with the device's
-# compute, and the training thread does not wait. `StreamedUpdate.finish` waits for the update, and orders later work of
+# compute, and the training thread does not wait. `StreamedUpdate.wait` waits for the update, and orders later work of
 # the device after the last copy.
 #
 # The kernel is never without a piece. It has its next one before it ends one, so that a worker thread's work between
@@ -70,8 +70,10 @@ def buffer_bytes(numel: int, itemsize: int, by_pages: bool) -> int:
 
 
 @dataclass(eq=False)
-class StreamedUpdate:
-    """Update in progress. It keeps its tensors alive until it is finished."""
+class StreamedUpdate(Transfer):
+    """Update in progress. It keeps its tensors alive until it is waited for."""
+
+    label = "an update on the host"
 
     accelerator: Accelerator
     spans: Sequence[Span]
@@ -108,7 +110,7 @@ class StreamedUpdate:
         self.job.cancel()
         self._order()
 
-    def finish(self) -> None:
+    def wait(self) -> None:
         """Wait for the update, and order later work of the current stream after it. Raises its error."""
         assert self.job is not None, "the update has not been submitted"
         self.job.wait()
@@ -191,7 +193,7 @@ class StreamedUpdates:
         update = StreamedUpdate(self.accelerator, spans, scales, self.accelerator.record(), copies, bind)
         update.job = self._pool.submit(
             [lambda stage: self._run(update)],
-            "an update on the host",
+            update.label,
             ready=partial(_is_ready, update.ready, copies),
             wait_until_ready=partial(_wait_until_ready, self.accelerator, update.ready, copies),
             optional=urgent or bind is not None,
@@ -229,7 +231,7 @@ class StreamedUpdates:
                             self._let_next_copy()
                     elif in_kernel:
                         part, running = in_kernel[0]
-                        running.finish()
+                        running.wait()
                         record.close()
                         if len(in_kernel) > 1:  # it runs from now on
                             record.enter_context(self.kernels.observed([in_kernel[1][0].span]))
