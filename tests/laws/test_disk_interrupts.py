@@ -25,9 +25,6 @@ from .test_three_tiers_traffic import Slow
 from .tiers import Room, blocks, files_no_larger_than, inputs, on_disk, open_files, options, small_engine
 from .tiers import worker_threads as threads
 
-# Python reports that it ignores an interrupt in a callback of the garbage collector.
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-
 SOON_S = 600
 """Seconds after which something hangs, also on a busy machine."""
 PROGRAM = """
@@ -64,6 +61,18 @@ if child == 0:
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 train(engine, [(torch.ones(2, 6),)])
 """
+
+
+@pytest.fixture(autouse=True)
+def _dropped_interrupts_are_forgotten(monkeypatch):
+    """Python drops an interrupt in a callback of the garbage collector; pytest would keep it, and so its frames."""
+    report = sys.unraisablehook
+
+    def report_others(unraisable) -> None:
+        if not isinstance(unraisable.exc_value, KeyboardInterrupt):
+            report(unraisable)
+
+    monkeypatch.setattr(sys, "unraisablehook", report_others)
 
 
 @contextmanager
