@@ -18,12 +18,12 @@ import torch
 from report import options, publish
 from steps import alternating, in_threads, ratio_of, seconds_of
 
+from patrickstar._hardware.memory_meter import ResidentMeter
 from patrickstar._kernels.adam import AdamRule
 from patrickstar._kernels.averaged import AveragedRule
 from patrickstar._kernels.cpp_backend import CppBackend
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.update_rule import Gradient, Span
-from patrickstar._memory.memory_meter import ResidentMeter
 
 BYTES_PER_PARAM, AVERAGE_BYTES = 28, 8
 """Bytes per parameter that an AdamW update moves, and that a moving average adds."""

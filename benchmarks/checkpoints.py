@@ -24,8 +24,8 @@ from steps import gpt, in_threads, ratio_of, seconds_of, tokens, train_step
 
 import patrickstar as ps
 from patrickstar._checkpoint.direct_writer import PAGES
+from patrickstar._hardware.direct_io import PAGE_BYTES
 from patrickstar._layout.byte_size import format_size
-from patrickstar._memory.direct_io import PAGE_BYTES
 
 BARE_THREADS = 2
 

@@ -35,8 +35,8 @@ import patrickstar as ps
 from patrickstar._distributed.process_group import World
 from patrickstar._engine.param_init import make_layout, param_specs
 from patrickstar._layout.shard_group import ShardGroup
-from patrickstar._memory.chunk import Chunk
-from patrickstar._memory.device_tier import DeviceTier
+from patrickstar._tiers.chunk import Chunk
+from patrickstar._tiers.device_tier import DeviceTier
 from patrickstar.testing import NoMeter
 
 BUDGETS = {"room": "whole machine", "tight": "two groups, without activations"}

@@ -20,9 +20,9 @@ import torch
 from report import options, publish
 from steps import in_threads, ratio_of, seconds_of
 
-from patrickstar._memory.direct_io import PAGE_BYTES
-from patrickstar._memory.swap_file import SwapFile
-from patrickstar._memory.worker_pool import WorkerPool
+from patrickstar._hardware.direct_io import PAGE_BYTES
+from patrickstar._hardware.worker_pool import WorkerPool
+from patrickstar._tiers.swap_file import SwapFile
 
 CHUNK_BYTES = 64 * 1024**2
 SIDES = ("bare", "unchecked", "ours")

@@ -31,7 +31,7 @@ SITE = ROOT / "build" / "gpu-site"
 PROBE = """
 import sys, torch
 from patrickstar._kernels.cpp_backend import CppBackend
-from patrickstar._memory.machine_name import machine_name
+from patrickstar._hardware.machine_name import machine_name
 CppBackend.load()
 print(f"{machine_name(torch.device(sys.argv[1]))}; PyTorch {torch.__version__}; Python {sys.version.split()[0]}")
 """

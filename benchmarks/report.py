@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from patrickstar._memory.machine_name import machine_name
+from patrickstar._hardware.machine_name import machine_name
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"

@@ -17,8 +17,8 @@ import torch
 from papers import workload
 from report import publish_text, table
 
+from patrickstar._hardware.machine_name import machine_name
 from patrickstar._layout.byte_size import format_size
-from patrickstar._memory.machine_name import machine_name
 from patrickstar._models.presets import MOE_PRESETS, PRESETS
 from patrickstar._perf_model.experts import Experts
 from patrickstar._perf_model.gpt_costs import Gpt

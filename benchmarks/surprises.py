@@ -20,7 +20,7 @@ from report import options, publish
 import patrickstar as ps
 from patrickstar import Engine
 from patrickstar._dry_run.fit_check import FitCheck, Trial
-from patrickstar._memory.hardware import Hardware
+from patrickstar._tiers.hardware import Hardware
 from patrickstar.errors import BudgetError
 
 STEPS = 3

@@ -31,11 +31,11 @@ from patrickstar import Engine
 from patrickstar._dry_run.report import DryRunReport
 from patrickstar._dry_run.simulated_kernels import gradient_bytes, roofline, span_bytes
 from patrickstar._dry_run.simulation import simulate
+from patrickstar._hardware.transfer import Transfer
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.grad_norm import GradStats
 from patrickstar._kernels.update_rule import Gradient, Span
 from patrickstar._layout.byte_size import format_size
-from patrickstar._memory.transfer import Transfer
 from patrickstar._perf_model.machine_spec import Gpu, Host, Links, Machine
 from patrickstar._step import streamed_update
 

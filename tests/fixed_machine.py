@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from patrickstar._memory.hardware import Hardware
 from patrickstar._perf_model.machine_spec import DiskDrive, Host, Links, Machine
+from patrickstar._tiers.hardware import Hardware
 
 MEASURED = "patrickstar._dry_run.machine_profile.profile_machine", "patrickstar._dry_run.simulation.profile_machine"
 """Names by which dry runs and plans measure this machine."""

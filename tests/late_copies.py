@@ -31,14 +31,14 @@ from typing import Any
 
 import torch
 
+from patrickstar._hardware.transfer import Transfer
+from patrickstar._hardware.vm_pool import PagePool, VMRange
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.update_rule import Span
-from patrickstar._memory.chunk import Chunk, fill_poison
-from patrickstar._memory.copy_streams import CopyStreams, StreamTransfer
-from patrickstar._memory.hardware import Hardware
-from patrickstar._memory.transfer import Transfer
-from patrickstar._memory.vm_pool import PagePool, VMRange
 from patrickstar._params import device_arithmetic, local_shards
+from patrickstar._tiers.chunk import Chunk, fill_poison
+from patrickstar._tiers.copy_streams import CopyStreams, StreamTransfer
+from patrickstar._tiers.hardware import Hardware
 
 CPU = torch.device("cpu")
 

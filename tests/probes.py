@@ -13,19 +13,19 @@ from unittest import mock
 
 import torch
 
+from patrickstar._chunks.chunk_manager import ChunkManager
+from patrickstar._chunks.tracer import Tracer
 from patrickstar._distributed.collectives import Collectives
 from patrickstar._engine.engine import Engine
-from patrickstar._memory.chunk import Chunk
-from patrickstar._memory.chunk_manager import ChunkManager
-from patrickstar._memory.job_queue import Job, WorkerTransfer
-from patrickstar._memory.ram import Ram, RamLimit
-from patrickstar._memory.tracer import Tracer
+from patrickstar._hardware.job_queue import Job, WorkerTransfer
+from patrickstar._hardware.ram import Ram, RamLimit
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
 from patrickstar._params.precision import LossScaler
 from patrickstar._step.disk_optimizer_step import DiskOptimizerStep
 from patrickstar._step.optimizer_in_backward import OptimizerInBackward
 from patrickstar._step.optimizer_step import OptimizerStep
+from patrickstar._tiers.chunk import Chunk
 
 KILL = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_ulong, ctypes.py_object, ctypes.py_object)(
     ("PyThreadState_SetAsyncExc", ctypes.pythonapi)
@@ -176,7 +176,7 @@ def equal_device_bytes() -> Iterator[None]:
 def set_ram(monkeypatch: Any, available_bytes: int, total_bytes: int | None = None) -> None:
     """Let the machine have so much memory, of which other programs have left a part; by default all."""
     limit = RamLimit(available_bytes if total_bytes is None else total_bytes, available_bytes)
-    monkeypatch.setattr("patrickstar._memory.hardware.measure_ram", lambda: Ram((limit,)))
+    monkeypatch.setattr("patrickstar._tiers.hardware.measure_ram", lambda: Ram((limit,)))
 
 
 def wait_until_another_waits(engine: Engine, other: Future[Any]) -> None:

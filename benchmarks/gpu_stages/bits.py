@@ -7,13 +7,13 @@ from torch.nn import functional as F
 
 from gpu_stages import tiny
 from gpu_stages.record import Record
+from patrickstar._hardware.transfer import Transfer
 from patrickstar._kernels.adam import AdamRule
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.update_rule import Gradient, Span
-from patrickstar._memory.chunk import Chunk
-from patrickstar._memory.copy_streams import CopyStreams
-from patrickstar._memory.hardware import Hardware
-from patrickstar._memory.transfer import Transfer
+from patrickstar._tiers.chunk import Chunk
+from patrickstar._tiers.copy_streams import CopyStreams
+from patrickstar._tiers.hardware import Hardware
 
 DELAY_CYCLES = 2_000_000
 """About a millisecond: many times the compute time of the tiny model between two copies."""

@@ -11,13 +11,13 @@ import torch
 from gpu_stages.record import Record
 from gpu_stages.timing import once, seconds
 from patrickstar._dry_run.machine_profile import benchmark_span
+from patrickstar._hardware.cuda_accelerator import CudaAccelerator
+from patrickstar._hardware.direct_io import PAGE_BYTES
+from patrickstar._hardware.worker_pool import WorkerPool
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.update_rule import Gradient, Span
-from patrickstar._memory.cuda_accelerator import CudaAccelerator
-from patrickstar._memory.direct_io import PAGE_BYTES
-from patrickstar._memory.swap_file import SwapFile
-from patrickstar._memory.worker_pool import WorkerPool
 from patrickstar._perf_model.workload import UPDATE_BYTES
+from patrickstar._tiers.swap_file import SwapFile
 
 MIB, GIB = 1 << 20, 1 << 30
 HOST = torch.device("cpu")

@@ -10,7 +10,7 @@ import torch
 import patrickstar  # noqa: F401  before the program's turn
 from gpu_stages import tiny
 from gpu_stages.record import Record
-from patrickstar._memory.hardware import Hardware
+from patrickstar._tiers.hardware import Hardware
 
 ROOT = Path(__file__).parents[2]
 TEST_LIMIT_S = 60

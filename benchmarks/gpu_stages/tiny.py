@@ -6,7 +6,7 @@ from torch import nn
 import patrickstar as ps
 from patrickstar import testing
 from patrickstar._engine.engine import Engine
-from patrickstar._memory.hardware import Hardware
+from patrickstar._tiers.hardware import Hardware
 
 WIDTH = 64
 

@@ -12,7 +12,7 @@ import torch
 from gpu_stages.record import Record
 from patrickstar._cli.doctor import examine
 from patrickstar._kernels.cpp_backend import CppBackend
-from patrickstar._memory.hardware import Hardware
+from patrickstar._tiers.hardware import Hardware
 
 PACKAGES = (
     *("torch", "triton", "numpy", "psutil", "pydantic", "scipy", "xxhash", "transformers", "accelerate", "safetensors"),

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from pydantic import NonNegativeInt, PositiveInt, ValidationInfo, field_validator, model_validator
 
+from patrickstar._hardware.compute_device import find_device
 from patrickstar._layout.byte_size import parse_size_field
 from patrickstar._layout.schema import COMPUTE_DTYPES
-from patrickstar._memory.compute_device import find_device
 from patrickstar._options import Options
 from patrickstar.errors import ConfigError
 from patrickstar.optim import SGD, Adam, AdamW, AdamW8bit, Lion, Muon, Optimizer, ScheduleFreeAdamW, TorchOptimizer

@@ -21,10 +21,10 @@ from toys import outcome, train
 
 import patrickstar as ps
 from patrickstar._engine.engine import Engine
+from patrickstar._hardware.accelerator import Accelerator
+from patrickstar._hardware.cuda_accelerator import CudaAccelerator
 from patrickstar._layout.byte_size import parse_size
-from patrickstar._memory.accelerator import Accelerator
-from patrickstar._memory.cuda_accelerator import CudaAccelerator
-from patrickstar._memory.hardware import Hardware
+from patrickstar._tiers.hardware import Hardware
 from patrickstar.testing import NoMeter, ReferenceTrainer, assert_same_bits
 
 if os.environ.get("PATRICKSTAR_TEST_DEVICE") == "strict":

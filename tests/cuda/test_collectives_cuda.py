@@ -9,7 +9,7 @@ from patrickstar._distributed.collectives import Levels
 from patrickstar._distributed.gloo_collectives import GlooCollectives
 from patrickstar._distributed.process_group import World
 from patrickstar._distributed.stream_collectives import StreamCollectives
-from patrickstar._memory.hardware import Hardware
+from patrickstar._tiers.hardware import Hardware
 
 pytestmark = marks
 

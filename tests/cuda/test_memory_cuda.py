@@ -14,12 +14,12 @@ from toys import train
 
 import patrickstar as ps
 from patrickstar._engine.engine import Engine
-from patrickstar._memory.accelerator import Accelerator
-from patrickstar._memory.cuda_accelerator import CudaAccelerator
-from patrickstar._memory.hardware import Hardware
-from patrickstar._memory.host_arena import HostArena
-from patrickstar._memory.memory_meter import DeviceMeter
-from patrickstar._memory.workspaces import THREADS
+from patrickstar._hardware.accelerator import Accelerator
+from patrickstar._hardware.cuda_accelerator import CudaAccelerator
+from patrickstar._hardware.memory_meter import DeviceMeter
+from patrickstar._hardware.workspaces import THREADS
+from patrickstar._tiers.hardware import Hardware
+from patrickstar._tiers.host_arena import HostArena
 from patrickstar.errors import BudgetError
 
 MIB = 1 << 20 if ON_GPU else 1 << 10

@@ -9,11 +9,11 @@ from cuda_cases import run_program as run
 from toys import train
 
 import patrickstar as ps
-from patrickstar._memory.chunk import Chunk
-from patrickstar._memory.copy_streams import CopyStreams
-from patrickstar._memory.hardware import Hardware
-from patrickstar._memory.host_tier import HostTier
 from patrickstar._schedule.prefetch import AggressivePrefetch, DemandFetch
+from patrickstar._tiers.chunk import Chunk
+from patrickstar._tiers.copy_streams import CopyStreams
+from patrickstar._tiers.hardware import Hardware
+from patrickstar._tiers.host_tier import HostTier
 from patrickstar.testing import assert_exact, assert_same_bits
 
 pytestmark = marks

@@ -26,7 +26,7 @@ def test_two_processes_agree():
             assert engine.config.precision == "fp32"
         # Of different GPUs each counts: all have to have bf16.
         gpu = SimpleNamespace(name="GPU", has_bf16=dist.get_rank() == 0)
-        patch.setattr("patrickstar._memory.hardware.Hardware.new_accelerator", lambda device: gpu)
+        patch.setattr("patrickstar._tiers.hardware.Hardware.new_accelerator", lambda device: gpu)
         settled = settle_precision(ps.Config(), layers(8, 1), torch.device("cuda", 0), world)
         assert settled.precision == "fp16"
     asked = ps.Config(device="cpu", precision="auto" if dist.get_rank() == 0 else "bf16")

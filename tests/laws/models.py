@@ -9,10 +9,10 @@ from toys import Shape, batches, train
 
 import patrickstar as ps
 from patrickstar import testing
+from patrickstar._chunks.chunk_manager import ChunkManager
 from patrickstar._engine.engine import Engine
-from patrickstar._memory.chunk import Chunk, Region
-from patrickstar._memory.chunk_manager import ChunkManager
-from patrickstar._memory.vm_pool import round_up
+from patrickstar._hardware.vm_pool import round_up
+from patrickstar._tiers.chunk import Chunk, Region
 
 shapes = st.builds(
     Shape,

@@ -16,14 +16,14 @@ from toys import Shape, batches, inputs, layers, mean_square, train
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import patrickstar as ps
+from patrickstar._chunks.chunk_manager import ChunkManager
 from patrickstar._dry_run.simulation import forward_backward_step, simulate
 from patrickstar._engine import core
 from patrickstar._engine.engine import Engine
 from patrickstar._layout.byte_size import parse_size
-from patrickstar._memory.chunk_manager import ChunkManager
-from patrickstar._memory.hardware import Hardware
-from patrickstar._memory.host_tier import HostTier
 from patrickstar._perf_model.machine_spec import Gpu, Host, Links, Machine
+from patrickstar._tiers.hardware import Hardware
+from patrickstar._tiers.host_tier import HostTier
 from patrickstar.errors import BudgetError
 from patrickstar.testing import NoMeter, ReferenceTrainer, assert_same_bits
 

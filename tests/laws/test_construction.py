@@ -15,8 +15,8 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import patrickstar as ps
-from patrickstar._memory.cpu_allocator import cpu_allocator
-from patrickstar._memory.file_backed_tensors import FileBackedTensors
+from patrickstar._hardware.cpu_allocator import cpu_allocator
+from patrickstar._hardware.file_backed_tensors import FileBackedTensors
 from patrickstar.testing import assert_same_bits
 
 from .test_forks import in_child

@@ -19,9 +19,9 @@ from toys import mean_square, train
 
 import patrickstar as ps
 from patrickstar._engine.engine import Engine
+from patrickstar._hardware.ram import Ram, RamLimit
 from patrickstar._layout.chunk_mapping import ParamSpec, build_layout
 from patrickstar._layout.schema import schema_for
-from patrickstar._memory.ram import Ram, RamLimit
 from patrickstar.errors import BudgetError
 from patrickstar.testing import NoMeter
 

@@ -157,7 +157,7 @@ SLOW_DISK = [(close, True), *(pytest.param(each, True, marks=pytest.mark.slow) f
 @pytest.mark.parametrize(("follow_up", "slow_disk"), [(close, False), (go_on, False), (leave, False), *SLOW_DISK])
 def test_ctrl_c_during_training(tmp_path, monkeypatch, slow_disk, follow_up):
     if slow_disk:
-        monkeypatch.setattr("patrickstar._memory.hardware.SwapFile", Slow)
+        monkeypatch.setattr("patrickstar._tiers.hardware.SwapFile", Slow)
     check_interrupts(tmp_path, [*range(8), *range(100, 160)] if nightly() else range(2), follow_up)
 
 

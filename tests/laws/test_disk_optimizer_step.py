@@ -13,9 +13,9 @@ from toys import inputs, layers, mean_square, train
 
 import patrickstar as ps
 from patrickstar._engine.engine import Engine
-from patrickstar._memory.swap_file import SwapFile
 from patrickstar._schedule.placement import Tier
 from patrickstar._schedule.prefetch import DemandFetch
+from patrickstar._tiers.swap_file import SwapFile
 from patrickstar.testing import assert_same_bits
 
 WIDTH = 64

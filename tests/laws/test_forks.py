@@ -22,10 +22,10 @@ import patrickstar as ps
 from patrickstar import testing
 from patrickstar._checkpoint.direct_writer import DirectWriter
 from patrickstar._engine.engine import Engine
-from patrickstar._memory import vm_pool as pages
-from patrickstar._memory.host_arena import HostArena
-from patrickstar._memory.vm_pool import SYSTEM_PAGE, PagePool, VMRange, can_move_pages
-from patrickstar._memory.worker_pool import WorkerPool
+from patrickstar._hardware import vm_pool as pages
+from patrickstar._hardware.vm_pool import SYSTEM_PAGE, PagePool, VMRange, can_move_pages
+from patrickstar._hardware.worker_pool import WorkerPool
+from patrickstar._tiers.host_arena import HostArena
 from patrickstar.errors import TrainingError
 
 from .models import config

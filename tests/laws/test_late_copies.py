@@ -17,13 +17,13 @@ from toys import Shape, batches, train
 
 import patrickstar as ps
 from patrickstar import testing
+from patrickstar._chunks.chunk_manager import ChunkManager
+from patrickstar._chunks.transfers import ChunkTransfers
 from patrickstar._engine.engine import Engine
 from patrickstar._kernels.cpp_backend import CppBackend
-from patrickstar._memory.chunk import fill_poison
-from patrickstar._memory.chunk_manager import ChunkManager
-from patrickstar._memory.host_arena import HostArena
-from patrickstar._memory.transfers import ChunkTransfers
 from patrickstar._schedule.placement import Tier
+from patrickstar._tiers.chunk import fill_poison
+from patrickstar._tiers.host_arena import HostArena
 from patrickstar.errors import BudgetError
 
 from .models import config
@@ -197,7 +197,7 @@ def no_wait_before_host_memory_is_freed(monkeypatch):
     mapped = []  # a copy into memory that is unmapped would end the process
     close = HostArena.close
     monkeypatch.setattr(HostArena, "close", lambda arena: (mapped.append(arena.memory), close(arena)))
-    monkeypatch.setattr("patrickstar._memory.host_tier._wait_for_transfers", lambda chunk: None)
+    monkeypatch.setattr("patrickstar._tiers.host_tier._wait_for_transfers", lambda chunk: None)
 
 
 def no_wait_before_the_host_writes(monkeypatch):

@@ -17,8 +17,8 @@ from torch import nn
 from toys import Shape, batches, inputs, layers, train
 
 import patrickstar as ps
+from patrickstar._chunks.chunk_manager import ChunkManager
 from patrickstar._engine.engine import Engine
-from patrickstar._memory.chunk_manager import ChunkManager
 from patrickstar.errors import PatrickStarError
 from patrickstar.testing import NoMeter, assert_same_bits
 

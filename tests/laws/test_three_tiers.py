@@ -15,9 +15,9 @@ from toys import batches, mean_square, module, train
 
 import patrickstar as ps
 from patrickstar import testing
-from patrickstar._memory.chunk_manager import ChunkManager
-from patrickstar._memory.disk_tier import STAGES
-from patrickstar._memory.host_tier import HostTier
+from patrickstar._chunks.chunk_manager import ChunkManager
+from patrickstar._tiers.disk_tier import STAGES
+from patrickstar._tiers.host_tier import HostTier
 from patrickstar.errors import BudgetError
 
 from . import tiers
@@ -140,7 +140,7 @@ def test_all_budgets_hold_at_every_moment(folder, shape, chunk_size, precision, 
     assume(precision != "fp16" or "update" not in loop)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("patrickstar._engine.core.ChunkManager", Watched)
-        patch.setattr("patrickstar._memory.chunk_manager.HostTier", WatchedHost)
+        patch.setattr("patrickstar._chunks.chunk_manager.HostTier", WatchedHost)
         config = on_disk(shape.build, options(precision, chunk_size), folder, batches(1)[0], room)
         config = config.model_copy(update={"device_memory": int(config.device_memory) + wave_bytes})
         capacity = capacity_needed(shape.build, config) + (1 << 20 if "accumulation" in loop else 0)

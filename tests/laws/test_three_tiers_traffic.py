@@ -14,8 +14,8 @@ from sampling import draws, nightly
 from toys import batches
 
 from patrickstar._layout.schema import PARAM16
-from patrickstar._memory.disk_tier import DiskTier
-from patrickstar._memory.swap_file import SwapFile
+from patrickstar._tiers.disk_tier import DiskTier
+from patrickstar._tiers.swap_file import SwapFile
 
 from . import tiers
 from .tiers import on_disk, options, rooms, small_engine, wide_shapes
@@ -87,7 +87,7 @@ def test_transfers_do_not_depend_on_the_speed_of_the_disk(folder, shape, chunk_s
     transfers = []
     for kind, seed in ((SwapFile, 0), (Slow, 1), (Slow, 2)):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("patrickstar._memory.hardware.SwapFile", kind)
+            patch.setattr("patrickstar._tiers.hardware.SwapFile", kind)
             patch.setattr(Slow, "seed", seed)
             with small_engine(shape.build, config, evict_everything=room.evict_everything) as engine:
                 assume(engine.inspect().disk is not None)
@@ -123,7 +123,7 @@ def test_optimizer_states_follow_home_tiers_and_clean_parameters_are_not_written
     shape = dataclasses.replace(shape, checkpointing=False)
     config = on_disk(shape.build, options("bf16", chunk_size), folder, batches(1)[0], room)
     with (
-        mock.patch("patrickstar._memory.hardware.DiskTier", RecordingDisk),
+        mock.patch("patrickstar._tiers.hardware.DiskTier", RecordingDisk),
         small_engine(shape.build, config, evict_everything=room.evict_everything) as engine,
     ):
         assume(engine.inspect().disk is not None)

@@ -12,9 +12,9 @@ from seeded import engine_of
 from torch import nn
 from toys import Shape, batches, mean_square, train
 
+from patrickstar._chunks.chunk_manager import ChunkManager
 from patrickstar._engine.engine import Engine
 from patrickstar._layout.chunk_mapping import ALIGN_NUMEL
-from patrickstar._memory.chunk_manager import ChunkManager
 from patrickstar.testing import NoMeter
 
 from .models import chunk_sizes, config, shapes, smallest_device_bytes

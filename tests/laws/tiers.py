@@ -26,7 +26,7 @@ from toys import layers, mean_square
 import patrickstar as ps
 from patrickstar import testing
 from patrickstar._engine.engine import Engine
-from patrickstar._memory.chunk import Chunk
+from patrickstar._tiers.chunk import Chunk
 from patrickstar.errors import BudgetError
 
 from .models import shapes

@@ -20,10 +20,12 @@ import removal
 
 MODULES = {
     "_checkpoint": "async_save direct_writer",
-    "_memory": "accelerator chunk chunk_manager copy_streams device_eviction device_tier disk_tier host_tier transfers",
+    "_chunks": "chunk_manager device_eviction transfers",
+    "_hardware": "accelerator",
     "_step": "delayed_update disk_optimizer_step disk_speculation gradient_buffer host_speculation lock_free_update "
     "optimizer_in_backward optimizer_step pages_in_memory read_ahead running_updates speculation streamed_update "
     "update_tiers",
+    "_tiers": "chunk copy_streams device_tier disk_tier host_tier",
 }
 CALLS = {
     *("cancel", "cancel_running", "complete", "complete_in_order", "complete_io", "ensure_in_memory", "finish"),

@@ -23,7 +23,7 @@ from torch import nn
 
 import patrickstar as ps
 from patrickstar import testing
-from patrickstar._memory.accelerator import Accelerator
+from patrickstar._hardware.accelerator import Accelerator
 from patrickstar._schedule.prefetch import AggressivePrefetch, DemandFetch
 from patrickstar.errors import BudgetError
 

@@ -4,11 +4,11 @@ import pytest
 import strict_device
 import torch
 
+from patrickstar._chunks.chunk_manager import ChunkManager
 from patrickstar._layout.schema import PARAM16
-from patrickstar._memory.chunk import Chunk
-from patrickstar._memory.chunk_manager import ChunkManager
-from patrickstar._memory.host_arena import ALIGN_BYTES
 from patrickstar._schedule.placement import Tier
+from patrickstar._tiers.chunk import Chunk
+from patrickstar._tiers.host_arena import ALIGN_BYTES
 
 DEVICE = torch.device("strict", 0)
 NUMEL = ALIGN_BYTES // 4

@@ -19,8 +19,8 @@ from toys import Shape
 
 import patrickstar as ps
 from patrickstar._engine.engine import Engine
-from patrickstar._memory.hardware import Hardware
-from patrickstar._memory.memory_meter import DeviceMeter
+from patrickstar._hardware.memory_meter import DeviceMeter
+from patrickstar._tiers.hardware import Hardware
 from patrickstar.errors import BudgetError
 
 DEVICE = torch.device("strict", 0)

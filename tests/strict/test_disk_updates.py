@@ -16,9 +16,9 @@ from torch import nn
 import patrickstar as ps
 from patrickstar import testing
 from patrickstar._engine.engine import Engine
-from patrickstar._memory.chunk import Chunk
 from patrickstar._schedule.placement import Tier
 from patrickstar._step.streamed_update import THREADS
+from patrickstar._tiers.chunk import Chunk
 from patrickstar.errors import DiskError
 
 WIDTH = 64

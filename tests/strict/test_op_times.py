@@ -12,9 +12,9 @@ from patrickstar._dry_run.machine_profile import _update_rate
 from patrickstar._dry_run.op_benchmark import MIN_RUNS, OpBenchmark
 from patrickstar._dry_run.op_tracer import OpCost
 from patrickstar._kernels.dispatch import Kernels
-from patrickstar._memory.hardware import Hardware
 from patrickstar._perf_model.workload import UPDATE_BYTES
 from patrickstar._step import streamed_update
+from patrickstar._tiers.hardware import Hardware
 
 DEVICE = torch.device("strict", 0)
 FILL_S = 2.0

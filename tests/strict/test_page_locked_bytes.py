@@ -15,8 +15,8 @@ from toys import inputs, layers, mean_square
 
 import patrickstar as ps
 from patrickstar._engine.engine import Engine
-from patrickstar._memory.host_arena import ALIGN_BYTES
 from patrickstar._step.streamed_update import BUFFERS, PIECE_NUMEL, WHOLE_BUFFERS, buffer_bytes
+from patrickstar._tiers.host_arena import ALIGN_BYTES
 
 RAM_BYTES = 1 << 33
 OPTIMIZERS = ps.AdamW(lr=1e-2), ps.EMA(ps.AdamW(lr=1e-2), decay=0.9), ps.SGD(lr=1e-2), ps.Lion(lr=1e-3)

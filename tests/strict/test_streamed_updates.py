@@ -8,11 +8,11 @@ import strict_device
 import torch
 
 import patrickstar as ps
+from patrickstar._chunks.chunk_manager import ChunkManager
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.update_rule import Gradient, Span
-from patrickstar._memory.chunk_manager import ChunkManager
-from patrickstar._memory.host_arena import ALIGN_BYTES
 from patrickstar._step.streamed_update import BUFFERS, StreamedUpdate, StreamedUpdates
+from patrickstar._tiers.host_arena import ALIGN_BYTES
 
 DEVICE = torch.device("strict", 0)
 PIECE_NUMEL = 64

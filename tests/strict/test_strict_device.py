@@ -11,7 +11,7 @@ import pytest
 import strict_device
 import torch
 
-from patrickstar._memory.workspaces import join_to_the_end
+from patrickstar._hardware.workspaces import join_to_the_end
 
 DEVICE = torch.device("strict", 0)
 

@@ -128,7 +128,7 @@ def waits() -> None:
     import strict_device  # noqa: F401
 
     from patrickstar._distributed.stream_collectives import StreamCollectives
-    from patrickstar._memory.hardware import Hardware
+    from patrickstar._tiers.hardware import Hardware
 
     class NeverPasses:
         """Event of a collective that waits for a process that has ended."""

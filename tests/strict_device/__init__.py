@@ -37,12 +37,12 @@ from typing import Any
 
 import torch
 
-from patrickstar._memory import workspaces
-from patrickstar._memory.accelerator import Accelerator
-from patrickstar._memory.hardware import Hardware
-from patrickstar._memory.reserved_limits import ReservedLimits
-from patrickstar._memory.workspaces import library_bytes
+from patrickstar._hardware import workspaces
+from patrickstar._hardware.accelerator import Accelerator
+from patrickstar._hardware.reserved_limits import ReservedLimits
+from patrickstar._hardware.workspaces import library_bytes
 from patrickstar._schedule.fragmentation import Fragmentation
+from patrickstar._tiers.hardware import Hardware
 
 from . import process_group
 from .timed import OperatorTimes as OperatorTimes

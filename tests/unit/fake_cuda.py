@@ -12,7 +12,7 @@ OUT_OF_MEMORY = 2
 
 
 class FakeCuda:
-    """Fake of the parts of `torch.cuda` that `_memory/cuda_accelerator.py` and `_memory/workspaces.py` call."""
+    """Fake of the parts of `torch.cuda` that `_hardware/cuda_accelerator.py` and `_hardware/workspaces.py` call."""
 
     def __init__(self) -> None:
         self.free_bytes = 80 << 30

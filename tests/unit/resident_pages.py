@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from patrickstar._memory.vm_pool import SYSTEM_PAGE, round_up
+from patrickstar._hardware.vm_pool import SYSTEM_PAGE, round_up
 
 PAGEMAP = Path("/proc/self/pagemap")
 

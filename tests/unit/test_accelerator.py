@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from patrickstar._memory.accelerator import Accelerator
+from patrickstar._hardware.accelerator import Accelerator
 
 
 @pytest.mark.parametrize(

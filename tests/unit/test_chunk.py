@@ -5,11 +5,11 @@ import gc
 import pytest
 import torch
 
+from patrickstar._hardware.vm_pool import PagePool, can_move_pages, round_up
 from patrickstar._layout.schema import ITEMSIZE
-from patrickstar._memory.chunk import Chunk, Region, fill_poison
-from patrickstar._memory.hardware import Hardware
-from patrickstar._memory.host_tier import HostTier
-from patrickstar._memory.vm_pool import PagePool, can_move_pages, round_up
+from patrickstar._tiers.chunk import Chunk, Region, fill_poison
+from patrickstar._tiers.hardware import Hardware
+from patrickstar._tiers.host_tier import HostTier
 
 CPU = torch.device("cpu")
 

@@ -12,18 +12,18 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from sampling import draws
 
+from patrickstar._chunks.chunk_manager import ChunkManager
+from patrickstar._hardware.vm_pool import round_up
 from patrickstar._layout.chunk_mapping import ALIGN_NUMEL
 from patrickstar._layout.schema import PARAM16, PARAM32
-from patrickstar._memory.chunk import Chunk
-from patrickstar._memory.chunk_manager import ChunkManager
-from patrickstar._memory.hardware import Hardware
-from patrickstar._memory.host_arena import ALIGN_BYTES, ArenaBlock
-from patrickstar._memory.host_tier import HostTier
-from patrickstar._memory.transfer_counters import TransferCounters
-from patrickstar._memory.vm_pool import round_up
 from patrickstar._schedule.placement import Tier
 from patrickstar._schedule.prefetch import DemandFetch
 from patrickstar._schedule.trace import Moment, Trace
+from patrickstar._tiers.chunk import Chunk
+from patrickstar._tiers.hardware import Hardware
+from patrickstar._tiers.host_arena import ALIGN_BYTES, ArenaBlock
+from patrickstar._tiers.host_tier import HostTier
+from patrickstar._tiers.transfer_counters import TransferCounters
 from patrickstar.errors import BudgetError
 
 CPU = torch.device("cpu")
@@ -205,7 +205,7 @@ class Operations(RuleBasedStateMachine):
             return
         on_device = tier is Tier.DEVICE
         try:
-            with patch("patrickstar._memory.device_tier.Chunk", CheckedChunk):
+            with patch("patrickstar._tiers.device_tier.Chunk", CheckedChunk):
                 chunk = self.manager.new_chunk(kind, index, ALIGN_NUMEL * size, DTYPES[kind], tier)
             assert self.manager[kind, index] is chunk
         except BudgetError as error:

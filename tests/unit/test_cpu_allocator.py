@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from patrickstar._memory import cpu_allocator as module
-from patrickstar._memory import memory_meter
-from patrickstar._memory.cpu_allocator import cpu_allocator
-from patrickstar._memory.memory_meter import AllocatorMeter, ResidentMeter, SampledMeter, host_meter
+from patrickstar._hardware import cpu_allocator as module
+from patrickstar._hardware import memory_meter
+from patrickstar._hardware.cpu_allocator import cpu_allocator
+from patrickstar._hardware.memory_meter import AllocatorMeter, ResidentMeter, SampledMeter, host_meter
 
 MIB = 1 << 20
 

@@ -11,16 +11,16 @@ from fake_cuda import MIB, OUT_OF_MEMORY, FakeCuda, install
 from resident_pages import resident_bytes_at
 
 from patrickstar._cli import doctor
-from patrickstar._memory import cuda_accelerator
-from patrickstar._memory.cuda_accelerator import PORTABLE, CudaAccelerator, allocator_settings
-from patrickstar._memory.hardware import Hardware
-from patrickstar._memory.host_arena import HostArena
-from patrickstar._memory.memory_meter import DeviceMeter
-from patrickstar._memory.transfer_counters import TransferCounters
-from patrickstar._memory.vm_pool import fault_in
-from patrickstar._memory.worker_pool import WorkerPool
+from patrickstar._hardware import cuda_accelerator
+from patrickstar._hardware.cuda_accelerator import PORTABLE, CudaAccelerator, allocator_settings
+from patrickstar._hardware.memory_meter import DeviceMeter
+from patrickstar._hardware.vm_pool import fault_in
+from patrickstar._hardware.worker_pool import WorkerPool
 from patrickstar._perf_model.margins import device_budget
 from patrickstar._step.stats import Stats
+from patrickstar._tiers.hardware import Hardware
+from patrickstar._tiers.host_arena import HostArena
+from patrickstar._tiers.transfer_counters import TransferCounters
 
 GIB = 1 << 30
 SECOND = torch.device("cuda", 1)

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from patrickstar._memory.defer_sigint import DeferSigint, SigintHandler, defer_sigint, handle_sigint
+from patrickstar._hardware.defer_sigint import DeferSigint, SigintHandler, defer_sigint, handle_sigint
 
 
 def strike():

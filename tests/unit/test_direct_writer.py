@@ -8,7 +8,7 @@ from sampling import draws
 from xxhash import xxh3_64_hexdigest
 
 from patrickstar._checkpoint.direct_writer import DirectWriter
-from patrickstar._memory.direct_io import BLOCK_BYTES
+from patrickstar._hardware.direct_io import BLOCK_BYTES
 from patrickstar.errors import CheckpointError
 
 META = torch.device("meta")

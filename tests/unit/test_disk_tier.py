@@ -6,9 +6,9 @@ The meta device stands for one. A copy from its address would end the process.
 import pytest
 import torch
 
-from patrickstar._memory.chunk import Chunk
-from patrickstar._memory.disk_tier import DiskTier
-from patrickstar._memory.swap_file import SwapFile
+from patrickstar._tiers.chunk import Chunk
+from patrickstar._tiers.disk_tier import DiskTier
+from patrickstar._tiers.swap_file import SwapFile
 
 META = torch.device("meta")
 

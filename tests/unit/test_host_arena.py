@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from sampling import draws, fixed_draws
 
-from patrickstar._memory.host_arena import ALIGN_BYTES, ArenaBlock, HostArena
-from patrickstar._memory.vm_pool import round_up
+from patrickstar._hardware.vm_pool import round_up
+from patrickstar._tiers.host_arena import ALIGN_BYTES, ArenaBlock, HostArena
 
 given = fixed_draws(200)
 

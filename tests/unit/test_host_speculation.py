@@ -2,9 +2,9 @@
 
 from types import SimpleNamespace
 
-from patrickstar._memory.host_arena import HostArena
-from patrickstar._memory.host_tier import HostTier
 from patrickstar._step.host_speculation import _SpareBlocks, _Update
+from patrickstar._tiers.host_arena import HostArena
+from patrickstar._tiers.host_tier import HostTier
 
 SIZES = 1024, 4096
 

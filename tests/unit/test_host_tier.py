@@ -5,13 +5,13 @@ import mmap
 import pytest
 import torch
 
-from patrickstar._memory.chunk import Chunk
-from patrickstar._memory.chunk_manager import ChunkManager
-from patrickstar._memory.hardware import Hardware
-from patrickstar._memory.host_arena import ALIGN_BYTES
-from patrickstar._memory.host_tier import HostTier
-from patrickstar._memory.transfer import CompletedTransfer
+from patrickstar._chunks.chunk_manager import ChunkManager
+from patrickstar._hardware.transfer import CompletedTransfer
 from patrickstar._schedule.placement import Tier
+from patrickstar._tiers.chunk import Chunk
+from patrickstar._tiers.hardware import Hardware
+from patrickstar._tiers.host_arena import ALIGN_BYTES
+from patrickstar._tiers.host_tier import HostTier
 from patrickstar.errors import BudgetError
 
 CPU = torch.device("cpu")

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from patrickstar._memory import machine_name as module
-from patrickstar._memory.machine_name import machine_name
+from patrickstar._hardware import machine_name as module
+from patrickstar._hardware.machine_name import machine_name
 
 CPU = torch.device("cpu")
 TABLE = """processor\t: 0

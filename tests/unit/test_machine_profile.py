@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from patrickstar._dry_run.machine_profile import measure_disk
-from patrickstar._memory.worker_pool import THREAD_NAME
+from patrickstar._hardware.worker_pool import THREAD_NAME
 from patrickstar.errors import DiskError
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from patrickstar._memory.ram import Ram, RamLimit
+from patrickstar._hardware.ram import Ram, RamLimit
 from patrickstar._perf_model.machine_parts import machine_of_parts
 from patrickstar._perf_model.margins import CONTEXT_BYTES, PROCESS_BYTES, SYSTEM_BYTES, Margins, device_budget
 

@@ -6,8 +6,8 @@ import os
 import pytest
 import torch
 
-from patrickstar._memory import memory_meter as meter
-from patrickstar._memory.memory_meter import AllocatorMeter, ResidentMeter, SampledMeter, host_meter
+from patrickstar._hardware import memory_meter as meter
+from patrickstar._hardware.memory_meter import AllocatorMeter, ResidentMeter, SampledMeter, host_meter
 
 MIB = 1024**2
 SIZE = 96 * MIB

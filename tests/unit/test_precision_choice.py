@@ -67,7 +67,7 @@ def test_what_is_named_is_taken_without_measuring(monkeypatch):
 def test_a_gpu_trains_in_bf16_if_it_has_it(monkeypatch, has_bf16, precision):
     monkeypatch.setattr(rates.MEASURED, never)
     gpu = SimpleNamespace(has_bf16=has_bf16, name="Tesla V100")
-    monkeypatch.setattr("patrickstar._memory.hardware.Hardware.new_accelerator", lambda device: gpu)
+    monkeypatch.setattr("patrickstar._tiers.hardware.Hardware.new_accelerator", lambda device: gpu)
     settled, said = choose(device=torch.device("cuda", 0))
     assert settled.precision == precision and said.startswith(f"precision: {precision}, since Tesla V100 has ")
     lock_free = ps.LockFree(gradient_dtype="16-bit")  # which excludes fp16

@@ -1,6 +1,6 @@
 """Ranges of the profiler."""
 
-from patrickstar._memory.profiler_range import profiler_range
+from patrickstar._hardware.profiler_range import profiler_range
 
 
 def test_without_a_profiler_a_range_costs_nothing():

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from patrickstar._memory import ram
-from patrickstar._memory.ram import Ram, RamLimit, measure_ram
+from patrickstar._hardware import ram
+from patrickstar._hardware.ram import Ram, RamLimit, measure_ram
 
 GIB = 1 << 30
 TOTAL = 100 * GIB

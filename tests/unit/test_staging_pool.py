@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from patrickstar._memory.chunk_manager import ChunkManager
-from patrickstar._memory.disk_tier import DiskTier
-from patrickstar._memory.swap_file import SwapFile
+from patrickstar._chunks.chunk_manager import ChunkManager
 from patrickstar._schedule.placement import Tier
 from patrickstar._step.staging_pool import StagingPool, StagingSize
+from patrickstar._tiers.disk_tier import DiskTier
+from patrickstar._tiers.swap_file import SwapFile
 
 
 @pytest.mark.parametrize(("room", "sets"), [(0, 2), (3 * 4096 * 5, 5), (1 << 30, 12)])

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from patrickstar._memory import storage_guard as module
-from patrickstar._memory.storage_guard import allow_access, refuse_access, storage_guard
+from patrickstar._hardware import storage_guard as module
+from patrickstar._hardware.storage_guard import allow_access, refuse_access, storage_guard
 
 
 def test_every_access_raises_until_it_is_allowed_again():

@@ -14,9 +14,9 @@ from patrickstar._kernels.adam import AdamRule
 from patrickstar._kernels.cpp_backend import CppBackend
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.update_rule import Gradient, Span
-from patrickstar._memory.host_arena import HostArena
-from patrickstar._memory.host_tier import HostTier
 from patrickstar._step.streamed_update import BUFFERS, IN_KERNEL, StreamedUpdates, buffer_bytes
+from patrickstar._tiers.host_arena import HostArena
+from patrickstar._tiers.host_tier import HostTier
 from patrickstar.testing import assert_same_bits
 
 RULE = AdamRule(1e-2, 0.9, 0.999, 1e-8, 0.1, decoupled=True, step=2)

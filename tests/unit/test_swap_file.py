@@ -19,10 +19,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sampling import draws
 
-from patrickstar._memory import swap_file
-from patrickstar._memory.direct_io import BLOCK_BYTES, PAGE_BYTES
-from patrickstar._memory.swap_file import SwapFile
-from patrickstar._memory.vm_pool import round_up
+from patrickstar._hardware.direct_io import BLOCK_BYTES, PAGE_BYTES
+from patrickstar._hardware.vm_pool import round_up
+from patrickstar._tiers import swap_file
+from patrickstar._tiers.swap_file import SwapFile
 from patrickstar.errors import BudgetError, DiskError
 
 MIB = 1024**2
@@ -56,7 +56,7 @@ def replace(file: SwapFile, path: str) -> None:
 MOUNTS = {"tmpfs": "size=3m", "ramfs": "mode=0700"}
 IN_MOUNTS = f"""
 import mmap, os, sys, warnings
-from patrickstar._memory.swap_file import DiskError, SwapFile
+from patrickstar._tiers.swap_file import DiskError, SwapFile
 
 tmpfs, ramfs = sys.argv[1:]
 file = SwapFile(tmpfs, {MIB})

@@ -4,8 +4,8 @@ import pytest
 from probes import set_ram
 
 import patrickstar as ps
-from patrickstar._memory.hardware import Hardware
 from patrickstar._step.tier_planning import budgets
+from patrickstar._tiers.hardware import Hardware
 from patrickstar.errors import BudgetError
 
 GIB = 1 << 30

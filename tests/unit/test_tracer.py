@@ -7,11 +7,11 @@ import torch
 from hypothesis import strategies as st
 from sampling import fixed_draws
 
+from patrickstar._chunks.chunk_manager import ChunkManager
+from patrickstar._chunks.iteration_mode import Mode
+from patrickstar._chunks.tracer import MAX_TRACES, Tracer
+from patrickstar._hardware.vm_pool import round_up
 from patrickstar._layout.schema import PARAM16
-from patrickstar._memory.chunk_manager import ChunkManager
-from patrickstar._memory.iteration_mode import Mode
-from patrickstar._memory.tracer import MAX_TRACES, Tracer
-from patrickstar._memory.vm_pool import round_up
 from patrickstar._schedule.eviction import LeastRecentlyUsed, ListOrder
 from patrickstar._schedule.placement import Tier
 from patrickstar._schedule.prefetch import AggressivePrefetch, DemandFetch, PrefetchPolicy

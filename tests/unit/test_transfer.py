@@ -7,10 +7,10 @@ import pytest
 from patrickstar._distributed.chunk_comm import PendingReduction
 from patrickstar._distributed.gloo_collectives import CollectiveTransfer
 from patrickstar._dry_run.simulated_channels import SimulatedChannel, SimulatedClock
-from patrickstar._memory.copy_streams import StreamTransfer
-from patrickstar._memory.transfer import CompletedTransfer, Transfer
-from patrickstar._memory.worker_pool import WorkerPool
+from patrickstar._hardware.transfer import CompletedTransfer, Transfer
+from patrickstar._hardware.worker_pool import WorkerPool
 from patrickstar._schedule.coordination import Agreement
+from patrickstar._tiers.copy_streams import StreamTransfer
 
 
 class Event:

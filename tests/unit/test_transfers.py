@@ -7,16 +7,16 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from patrickstar._chunks.chunk_manager import ChunkManager
+from patrickstar._hardware.direct_io import BLOCK_BYTES
+from patrickstar._hardware.transfer import CompletedTransfer, Transfer
 from patrickstar._layout.schema import PARAM16, PARAM32
-from patrickstar._memory.chunk import Chunk
-from patrickstar._memory.chunk_manager import ChunkManager
-from patrickstar._memory.direct_io import BLOCK_BYTES
-from patrickstar._memory.disk_tier import DiskTier
-from patrickstar._memory.host_arena import ALIGN_BYTES
-from patrickstar._memory.swap_file import SwapFile
-from patrickstar._memory.transfer import CompletedTransfer, Transfer
-from patrickstar._memory.transfer_counters import TransferCounters
 from patrickstar._schedule.placement import Tier
+from patrickstar._tiers.chunk import Chunk
+from patrickstar._tiers.disk_tier import DiskTier
+from patrickstar._tiers.host_arena import ALIGN_BYTES
+from patrickstar._tiers.swap_file import SwapFile
+from patrickstar._tiers.transfer_counters import TransferCounters
 
 CPU = torch.device("cpu")
 

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from resident_pages import resident_bytes_at
 from sampling import draws
 
-from patrickstar._memory.vm_pool import (
+from patrickstar._hardware.vm_pool import (
     HUGE_PAGE,
     SYSTEM_PAGE,
     PagePool,
@@ -171,7 +171,7 @@ def test_access_to_a_range_without_pages_is_a_segmentation_fault():
     # One interpreter forks a child for each case: importing torch takes most of the time.
     program = f"""
 import os, resource, signal, torch
-from patrickstar._memory.vm_pool import PagePool, VMRange
+from patrickstar._hardware.vm_pool import PagePool, VMRange
 
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 for removal in {removals!r}:

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from probes import KILL
 from sampling import draws
 
-from patrickstar._memory.direct_io import PAGE_BYTES
-from patrickstar._memory.worker_pool import WorkerPool
+from patrickstar._hardware.direct_io import PAGE_BYTES
+from patrickstar._hardware.worker_pool import WorkerPool
 from patrickstar.errors import MoveError
 
 SOON_S = 20.0
@@ -319,7 +319,7 @@ def test_thread_that_cannot_start_raises():
 
 def test_interpreter_exits_with_jobs_in_flight():
     code = (
-        "import torch; from patrickstar._memory.worker_pool import WorkerPool\n"
+        "import torch; from patrickstar._hardware.worker_pool import WorkerPool\n"
         "pool = WorkerPool(2, 'leave')\n"
         "a, b = torch.zeros(2**22), torch.zeros(2**22)\n"
         "pool.submit([lambda stage: a.copy_(b)] * 10000, 'x')"

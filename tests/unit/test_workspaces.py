@@ -6,8 +6,8 @@ import pytest
 import torch
 from fake_cuda import MIB, FakeCuda, install
 
-from patrickstar._memory import workspaces
-from patrickstar._memory.hardware import Hardware
+from patrickstar._hardware import workspaces
+from patrickstar._tiers.hardware import Hardware
 from patrickstar.errors import BudgetError
 
 SECOND = torch.device("cuda", 1)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from patrickstar._memory.chunk_manager import ChunkManager
+from patrickstar._chunks.chunk_manager import ChunkManager
 
 MIN_OFFLOAD_BYTES = 4096
 """Smaller tensors are not offloaded: a transfer costs more than the memory that it saves."""

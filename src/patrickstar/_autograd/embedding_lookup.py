@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from patrickstar._autograd.gradient_hooks import GradientHooks
-from patrickstar._memory.chunk_manager import ChunkManager
+from patrickstar._chunks.chunk_manager import ChunkManager
 from patrickstar._params.managed_param import ManagedParam
 
 

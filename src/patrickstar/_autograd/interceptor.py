@@ -27,7 +27,7 @@ from patrickstar._autograd.timed_product import TimedProduct
 from patrickstar._autograd.transforms import run_on_copies, version_of
 from patrickstar._autograd.windows import GraphSnapshot, HiddenNodes, Window
 from patrickstar._distributed.param_sharding import local_part
-from patrickstar._memory.defer_sigint import defer_sigint
+from patrickstar._hardware.defer_sigint import defer_sigint
 from patrickstar._params.interception import adopt_parameter, adopt_view
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.memory_functions import EXPOSING, REPLACING, RESHAPING, UNVERSIONED, expose, versioned

@@ -8,9 +8,9 @@ import torch
 from torch.nn import functional as F
 
 from patrickstar._autograd.windows import GraphSnapshot
-from patrickstar._memory.chunk_manager import ChunkManager
-from patrickstar._memory.timeline import Timeline
+from patrickstar._chunks.chunk_manager import ChunkManager
 from patrickstar._params.managed_param import ManagedParam
+from patrickstar._tiers.timeline import Timeline
 
 PRODUCTS = {F.linear, torch.addmm, torch.mm, torch.matmul, torch.Tensor.mm, torch.Tensor.matmul}
 PRODUCTS |= {torch.Tensor.__matmul__, torch.Tensor.__rmatmul__}

@@ -19,12 +19,12 @@ from patrickstar._checkpoint.save_planner import (
     saved_kinds,
 )
 from patrickstar._checkpoint.storage_writer import CheckpointWriter
+from patrickstar._hardware.defer_sigint import defer_sigint
+from patrickstar._hardware.job_queue import WorkerThread
+from patrickstar._hardware.profiler_range import profiler_range
 from patrickstar._layout.schema import PARAM16
-from patrickstar._memory.chunk import Chunk
-from patrickstar._memory.defer_sigint import defer_sigint
-from patrickstar._memory.job_queue import WorkerThread
-from patrickstar._memory.profiler_range import profiler_range
 from patrickstar._params.model_data import ModelData
+from patrickstar._tiers.chunk import Chunk
 from patrickstar.errors import CheckpointError, PatrickStarError
 
 POLL_S = 0.02

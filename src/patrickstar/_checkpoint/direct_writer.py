@@ -11,13 +11,13 @@ from pathlib import Path
 import torch
 from xxhash import xxh3_64_hexdigest
 
+from patrickstar._hardware.accelerator import Accelerator
+from patrickstar._hardware.direct_io import BLOCK_BYTES, FULL, PAGE_BYTES, free_bytes, reserve, transfer_all, try_direct
+from patrickstar._hardware.transfer import Transfer
+from patrickstar._hardware.vm_pool import round_up
+from patrickstar._hardware.worker_pool import WorkerPool
 from patrickstar._layout.byte_size import format_size
-from patrickstar._memory.accelerator import Accelerator
-from patrickstar._memory.direct_io import BLOCK_BYTES, FULL, PAGE_BYTES, free_bytes, reserve, transfer_all, try_direct
-from patrickstar._memory.host_arena import HostArena
-from patrickstar._memory.transfer import Transfer
-from patrickstar._memory.vm_pool import round_up
-from patrickstar._memory.worker_pool import WorkerPool
+from patrickstar._tiers.host_arena import HostArena
 from patrickstar.errors import CheckpointError, MoveError
 
 WRITERS = 4

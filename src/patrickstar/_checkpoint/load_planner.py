@@ -13,12 +13,12 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from patrickstar._checkpoint.save_planner import chunk_of, delayed_name_of, list_kind, name_of, saved_kinds
 from patrickstar._checkpoint.shard_box import ShardBox, boxes_in
 from patrickstar._checkpoint.storage_reader import narrowed
+from patrickstar._hardware.direct_io import PAGE_BYTES
 from patrickstar._layout.schema import PARAM16
 from patrickstar._layout.shard_geometry import Box, listed, memory_order, uncovered
-from patrickstar._memory.chunk import Chunk
-from patrickstar._memory.direct_io import PAGE_BYTES
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
+from patrickstar._tiers.chunk import Chunk
 from patrickstar.errors import CheckpointError
 
 

@@ -19,8 +19,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from xxhash import xxh3_64_hexdigest
 
 from patrickstar._checkpoint.safetensors_file import DTYPES
+from patrickstar._hardware.direct_io import BLOCK_BYTES
 from patrickstar._layout.shard_geometry import Box, listed, uncovered
-from patrickstar._memory.direct_io import BLOCK_BYTES
 from patrickstar.errors import CheckpointError
 
 NAME = "checkpoint.jsonl"

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from patrickstar._checkpoint.direct_writer import DirectWriter
-from patrickstar._memory.accelerator import Accelerator
-from patrickstar._memory.direct_io import BLOCK_BYTES, PAGE_BYTES
+from patrickstar._hardware.accelerator import Accelerator
+from patrickstar._hardware.direct_io import BLOCK_BYTES, PAGE_BYTES
 
 DENSE_ADVICE = "store it dense and convert it in the forward, or register the buffer with persistent=False"
 """Advice about a sparse tensor, for errors."""

@@ -23,7 +23,7 @@ from torch.futures import Future
 from xxhash import xxh3_64_hexdigest
 
 from patrickstar._checkpoint.manifest import Manifest, read_manifest
-from patrickstar._memory.direct_io import transfer_all
+from patrickstar._hardware.direct_io import transfer_all
 from patrickstar.errors import CheckpointError
 
 

@@ -16,7 +16,7 @@ from torch.futures import Future
 from patrickstar._checkpoint.atomic_dir import AtomicDir, list_checkpoints
 from patrickstar._checkpoint.manifest import Manifest, ManifestFile, ManifestTensor, StoredBox
 from patrickstar._checkpoint.safetensors_file import SafetensorsFile, TensorEntry
-from patrickstar._memory.accelerator import Accelerator
+from patrickstar._hardware.accelerator import Accelerator
 
 
 @dataclass(frozen=True)

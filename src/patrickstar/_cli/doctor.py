@@ -12,20 +12,20 @@ from patrickstar._cli.console import print_row
 from patrickstar._dry_run.machine_profile import ROUNDS, benchmark_span, elapsed_s, measure_disk
 from patrickstar._dry_run.precision_choice import SLOW_RATIO
 from patrickstar._dry_run.product_rates import TYPICAL_WIDTH, product_rate
+from patrickstar._hardware.accelerator import Accelerator
+from patrickstar._hardware.compute_device import UNSUPPORTED
+from patrickstar._hardware.machine_name import machine_name
+from patrickstar._hardware.memory_meter import host_meter, library_resident_bytes
+from patrickstar._hardware.ram import measure_ram
 from patrickstar._kernels.cpp_backend import CppBackend, Unavailable
 from patrickstar._kernels.dispatch import Backend
 from patrickstar._kernels.eager_backend import EagerBackend
 from patrickstar._kernels.triton_backend import TritonBackend
 from patrickstar._layout.byte_size import format_size
-from patrickstar._memory.accelerator import Accelerator
-from patrickstar._memory.compute_device import UNSUPPORTED
-from patrickstar._memory.hardware import Hardware
-from patrickstar._memory.machine_name import machine_name
-from patrickstar._memory.memory_meter import host_meter, library_resident_bytes
-from patrickstar._memory.ram import measure_ram
 from patrickstar._perf_model.cpu_precision import faster_on_cpu, gflops
 from patrickstar._perf_model.margins import COLLECTIVE_BYTES, OUTSIDE_BYTES, device_budget
 from patrickstar._perf_model.workload import STATE_BYTES, UPDATE_BYTES
+from patrickstar._tiers.hardware import Hardware
 
 TRIAL_NUMEL = 16_000_000
 """Parameters of the trial update: 224 MB, more than caches hold, and fast to update."""

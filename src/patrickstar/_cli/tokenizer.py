@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tokenizers import __version__ as tokenizers_version
 
 from patrickstar._cli.corpus import Corpus
-from patrickstar._memory.cpu_allocator import cache_folder
+from patrickstar._hardware.cpu_allocator import cache_folder
 from patrickstar._models.vocabulary import Vocabulary, read_tokenizer
 from patrickstar.errors import ConfigError, DataError, ModelError
 

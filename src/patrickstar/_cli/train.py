@@ -33,7 +33,7 @@ from patrickstar._engine.initialize import check_fit, create_engine
 from patrickstar._engine.recording import Recording
 from patrickstar._engine.run_log import RunLog, StepRecord
 from patrickstar._engine.tensorboard_log import summary_writer
-from patrickstar._memory.machine_name import machine_name
+from patrickstar._hardware.machine_name import machine_name
 from patrickstar._models.model_source import ModelSource, find_model
 from patrickstar._models.training_step import token_ids
 from patrickstar.errors import CheckpointError, TrainingError

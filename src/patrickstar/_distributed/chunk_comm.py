@@ -6,12 +6,12 @@ from patrickstar._distributed.collectives import Levels
 from patrickstar._distributed.coordinator import CHUNKS_PER_ENGINE, Coordinator
 from patrickstar._distributed.transport import FlatTransport, ShardOwner, Transport
 from patrickstar._distributed.two_level_transport import TwoLevelTransport
+from patrickstar._hardware.profiler_range import profiler_range
+from patrickstar._hardware.transfer import CompletedTransfer, Transfer
 from patrickstar._layout.chunk_mapping import ChunkSpec
-from patrickstar._memory.chunk import Chunk
-from patrickstar._memory.profiler_range import profiler_range
-from patrickstar._memory.transfer import CompletedTransfer, Transfer
-from patrickstar._memory.transfer_counters import TransferCounters
 from patrickstar._schedule.coordination import Agreement, Request
+from patrickstar._tiers.chunk import Chunk
+from patrickstar._tiers.transfer_counters import TransferCounters
 from patrickstar.errors import ConfigError, PeerError
 
 

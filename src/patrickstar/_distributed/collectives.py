@@ -9,7 +9,7 @@ import torch
 
 from patrickstar._distributed.process_group import World
 from patrickstar._distributed.rank_group import RankGroup
-from patrickstar._memory.transfer import Transfer
+from patrickstar._hardware.transfer import Transfer
 
 # [Note: summation order]
 # With gloo, gradients are sent in their own dtype; each owner sums its shard in fp32 (fp64 for fp64), from +0, in rank

@@ -11,7 +11,7 @@ from patrickstar._distributed.gloo_collectives import GlooCollectives
 from patrickstar._distributed.process_group import World
 from patrickstar._distributed.rank_group import RankGroup
 from patrickstar._distributed.stream_collectives import StreamCollectives
-from patrickstar._memory.accelerator import Accelerator
+from patrickstar._hardware.accelerator import Accelerator
 from patrickstar._schedule.coordination import Agreement, Message, Request, derive_agreement
 from patrickstar.errors import PeerError
 

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from patrickstar._distributed.collectives import Bounds, Collectives, Levels, finish, shard_sizes, sum_dtype
 from patrickstar._distributed.process_group import World, explain_peer_failure
 from patrickstar._distributed.rank_group import RankGroup, gather_into
-from patrickstar._memory.accelerator import DeviceClock
-from patrickstar._memory.direct_io import PAGE_BYTES
-from patrickstar._memory.job_queue import Job
-from patrickstar._memory.transfer import CompletedTransfer, Transfer
-from patrickstar._memory.worker_pool import WorkerPool
+from patrickstar._hardware.accelerator import DeviceClock
+from patrickstar._hardware.direct_io import PAGE_BYTES
+from patrickstar._hardware.job_queue import Job
+from patrickstar._hardware.transfer import CompletedTransfer, Transfer
+from patrickstar._hardware.worker_pool import WorkerPool
 from patrickstar.errors import MoveError
 
 

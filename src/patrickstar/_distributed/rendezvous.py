@@ -13,7 +13,7 @@ from torch.distributed import distributed_c10d
 from patrickstar._distributed.group_creation import connect
 from patrickstar._distributed.roster import RosterAgreement, group_prefix
 from patrickstar._distributed.torch_errors import first_line
-from patrickstar._memory.compute_device import find_device
+from patrickstar._hardware.compute_device import find_device
 from patrickstar.errors import ConfigError, PeerError
 
 JOIN_TIMEOUT_S = 600.0

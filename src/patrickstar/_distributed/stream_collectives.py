@@ -10,9 +10,9 @@ import torch.distributed as dist
 from patrickstar._distributed.collectives import Bounds, Collectives, Levels, finish, sum_dtype
 from patrickstar._distributed.process_group import World
 from patrickstar._distributed.rank_group import RankGroup, gather_into
-from patrickstar._memory.accelerator import Accelerator
-from patrickstar._memory.copy_streams import StreamTransfer
-from patrickstar._memory.transfer import Transfer
+from patrickstar._hardware.accelerator import Accelerator
+from patrickstar._hardware.transfer import Transfer
+from patrickstar._tiers.copy_streams import StreamTransfer
 from patrickstar.errors import PeerError
 
 CHECK_S = 1.0

@@ -7,14 +7,14 @@ from typing import Protocol
 
 import torch
 
+from patrickstar._chunks.chunk_manager import ChunkManager
 from patrickstar._distributed.collectives import Collectives, shard_sizes
 from patrickstar._distributed.rank_group import RankGroup
+from patrickstar._hardware.transfer import Transfer
 from patrickstar._layout.chunk_mapping import ChunkSpec
 from patrickstar._layout.schema import SHARD16
-from patrickstar._memory.chunk import Chunk
-from patrickstar._memory.chunk_manager import ChunkManager
-from patrickstar._memory.transfer import Transfer
-from patrickstar._memory.transfer_counters import TransferCounters
+from patrickstar._tiers.chunk import Chunk
+from patrickstar._tiers.transfer_counters import TransferCounters
 
 
 class ShardOwner(Protocol):

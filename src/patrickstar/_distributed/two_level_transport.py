@@ -7,10 +7,10 @@ import torch
 from patrickstar._distributed.collectives import Collectives, Levels, sum_dtype
 from patrickstar._distributed.rank_group import RankGroup
 from patrickstar._distributed.transport import ShardOwner, Transport, keep_shard
+from patrickstar._hardware.transfer import Transfer
 from patrickstar._layout.chunk_mapping import ChunkSpec
 from patrickstar._layout.schema import NODE16
-from patrickstar._memory.transfer import Transfer
-from patrickstar._memory.transfer_counters import TransferCounters
+from patrickstar._tiers.transfer_counters import TransferCounters
 
 # [Note: two levels of transport]
 # HSDP shards a model within each replica (a node) and repeats every update in each replica, which a CPU does not have

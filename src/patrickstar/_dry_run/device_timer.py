@@ -6,7 +6,7 @@ from itertools import cycle, islice
 
 import torch
 
-from patrickstar._memory.accelerator import Accelerator
+from patrickstar._hardware.accelerator import Accelerator
 
 OUT_OF_CACHE_BYTES = 1 << 28
 """Memory whose accesses leave nothing else in a cache: as much as the largest of a GPU, 256 MiB."""

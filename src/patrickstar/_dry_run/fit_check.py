@@ -23,11 +23,11 @@ from patrickstar._dry_run.simulation import (
     on_meta,
     simulate,
 )
+from patrickstar._hardware.vm_pool import round_up
 from patrickstar._layout.byte_size import format_size
-from patrickstar._memory.hardware import Hardware
-from patrickstar._memory.vm_pool import round_up
 from patrickstar._perf_model.machine_spec import DiskDrive, Gpu, Host, Links, Machine
 from patrickstar._step.tier_planning import find_budgets
+from patrickstar._tiers.hardware import Hardware
 from patrickstar.config import Config, Disk
 from patrickstar.errors import BudgetError
 

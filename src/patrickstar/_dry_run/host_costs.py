@@ -11,7 +11,7 @@ from torch.nn import functional
 from patrickstar._dry_run.host_time import HostClock, HostCosts
 from patrickstar._dry_run.op_benchmark import OpBenchmark
 from patrickstar._dry_run.op_tracer import OpTracer, TensorMeter, trace_operators
-from patrickstar._memory.cpu_allocator import cpu_allocator
+from patrickstar._hardware.cpu_allocator import cpu_allocator
 
 ROUNDS = 5
 """Number of measurements, of which the median is the result."""

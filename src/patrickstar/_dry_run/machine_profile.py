@@ -10,22 +10,22 @@ from statistics import median
 import torch
 
 from patrickstar._dry_run.device_timer import DeviceTimer
+from patrickstar._hardware.direct_io import PAGE_BYTES
+from patrickstar._hardware.vm_pool import PagePool, can_move_pages, round_up
 from patrickstar._kernels.adam import AdamRule
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.update_rule import Gradient, Span
 from patrickstar._layout.schema import PARAM16
-from patrickstar._memory.chunk import Chunk
-from patrickstar._memory.device_tier import DeviceTier
-from patrickstar._memory.direct_io import PAGE_BYTES
-from patrickstar._memory.disk_tier import DiskTier
-from patrickstar._memory.hardware import Hardware
-from patrickstar._memory.host_arena import ALIGN_BYTES
-from patrickstar._memory.host_tier import HostTier
-from patrickstar._memory.swap_file import SwapFile
-from patrickstar._memory.vm_pool import PagePool, can_move_pages, round_up
 from patrickstar._perf_model.machine_spec import DiskDrive, Gpu, Host, Links, Machine
 from patrickstar._perf_model.workload import UPDATE_BYTES
 from patrickstar._step.streamed_update import StreamedUpdates, buffer_bytes
+from patrickstar._tiers.chunk import Chunk
+from patrickstar._tiers.device_tier import DeviceTier
+from patrickstar._tiers.disk_tier import DiskTier
+from patrickstar._tiers.hardware import Hardware
+from patrickstar._tiers.host_arena import ALIGN_BYTES
+from patrickstar._tiers.host_tier import HostTier
+from patrickstar._tiers.swap_file import SwapFile
 
 ROUNDS = 5
 """Number of measurements, of which the median is the result."""

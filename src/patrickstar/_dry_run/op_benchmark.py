@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from patrickstar._dry_run.device_timer import OUT_OF_CACHE_BYTES, DeviceTimer
 from patrickstar._dry_run.op_tracer import OpCost, OpCosts, tensors_of, touched_bytes
-from patrickstar._memory.hardware import Hardware
-from patrickstar._memory.memory_meter import Meter
+from patrickstar._hardware.memory_meter import Meter
+from patrickstar._tiers.hardware import Hardware
 
 MIN_RUNS = 3
 MAX_RUNS = 100

@@ -15,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from patrickstar._dry_run.host_time import HostClock
 from patrickstar._dry_run.packed_products import is_packed_product, product_sides
-from patrickstar._memory.cpu_allocator import CpuAllocator
+from patrickstar._hardware.cpu_allocator import CpuAllocator
 from patrickstar._schedule.fragmentation import NO_FRAGMENTATION, Fragmentation
 
 

@@ -12,8 +12,8 @@ from torch import nn
 from patrickstar._distributed.process_group import Processes
 from patrickstar._distributed.single_process import SINGLE_PROCESS
 from patrickstar._dry_run.product_rates import TYPICAL_WIDTH, product_rate
-from patrickstar._memory.hardware import Hardware
 from patrickstar._perf_model.cpu_precision import faster_on_cpu, gflops
+from patrickstar._tiers.hardware import Hardware
 from patrickstar.config import Config
 
 _log = logging.getLogger(__name__)

@@ -4,8 +4,8 @@ from collections import deque
 from collections.abc import Callable
 
 from patrickstar._dry_run.lanes import Interval, Lane, Wait, clip
-from patrickstar._memory.accelerator import DeviceClock
-from patrickstar._memory.transfer import Transfer
+from patrickstar._hardware.accelerator import DeviceClock
+from patrickstar._hardware.transfer import Transfer
 
 # [Note: two clocks]
 # Beside a GPU the host launches operators ahead of those that run. A dry run has one clock for each of both. An

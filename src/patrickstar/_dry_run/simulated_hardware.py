@@ -11,17 +11,17 @@ from torch.utils._python_dispatch import _disable_current_modes
 from patrickstar._dry_run.lanes import Interval, Lane, clip
 from patrickstar._dry_run.op_tracer import TensorMeter
 from patrickstar._dry_run.simulated_channels import HOST, SimulatedChannel, SimulatedClock, SimulatedTransfer
-from patrickstar._memory.chunk import Chunk
-from patrickstar._memory.copy_streams import CopyStreams
-from patrickstar._memory.disk_tier import DiskTier
-from patrickstar._memory.hardware import Hardware
-from patrickstar._memory.host_arena import ArenaBlock, HostArena
-from patrickstar._memory.memory_meter import Meter
-from patrickstar._memory.swap_file import SwapFile
-from patrickstar._memory.transfer import Transfer
-from patrickstar._memory.vm_pool import PagePool
-from patrickstar._memory.worker_pool import WorkerPool
+from patrickstar._hardware.memory_meter import Meter
+from patrickstar._hardware.transfer import Transfer
+from patrickstar._hardware.vm_pool import PagePool
+from patrickstar._hardware.worker_pool import WorkerPool
 from patrickstar._perf_model.machine_spec import Machine
+from patrickstar._tiers.chunk import Chunk
+from patrickstar._tiers.copy_streams import CopyStreams
+from patrickstar._tiers.disk_tier import DiskTier
+from patrickstar._tiers.hardware import Hardware
+from patrickstar._tiers.host_arena import ArenaBlock, HostArena
+from patrickstar._tiers.swap_file import SwapFile
 from patrickstar.errors import DiskError
 
 META = torch.device("meta")

@@ -9,10 +9,10 @@ from patrickstar._dry_run.op_tracer import OpCost, OpCosts, matrix_size, operati
 from patrickstar._dry_run.packed_products import unpacked_bytes
 from patrickstar._dry_run.simulated_channels import SimulatedTransfer, SimulatedUpdate
 from patrickstar._dry_run.simulated_hardware import SimulatedHardware
+from patrickstar._hardware.transfer import Transfer
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.grad_norm import GradStats
 from patrickstar._kernels.update_rule import Gradient, Span
-from patrickstar._memory.transfer import Transfer
 from patrickstar._perf_model.machine_spec import Machine
 
 

@@ -13,7 +13,7 @@ from patrickstar._distributed.rank_group import RankGroup
 from patrickstar._dry_run.cluster import Cluster
 from patrickstar._dry_run.simulated_channels import SimulatedTransfer
 from patrickstar._dry_run.simulated_hardware import SimulatedHardware
-from patrickstar._memory.transfer import CompletedTransfer, Transfer
+from patrickstar._hardware.transfer import CompletedTransfer, Transfer
 from patrickstar._schedule.coordination import Message
 
 # [Note: simulated processes]

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from patrickstar._chunks.chunk_manager import ChunkManager
 from patrickstar._dry_run.cluster import Cluster, slowed_down
 from patrickstar._dry_run.host_costs import measure_host
 from patrickstar._dry_run.host_time import HostClock, HostCosts
@@ -37,12 +38,11 @@ from patrickstar._dry_run.report import ChannelUse, DryRunReport, MemorySample
 from patrickstar._dry_run.simulated_hardware import META, SimulatedHardware
 from patrickstar._dry_run.simulated_kernels import SimulatedKernels, roofline
 from patrickstar._dry_run.simulated_processes import SimulatedWorld
-from patrickstar._memory.chunk_manager import ChunkManager
-from patrickstar._memory.cpu_allocator import cpu_allocator
-from patrickstar._memory.hardware import Hardware
+from patrickstar._hardware.cpu_allocator import cpu_allocator
 from patrickstar._perf_model.machine_spec import Machine
 from patrickstar._schedule.trace import Trace
 from patrickstar._step.stats import StepStats
+from patrickstar._tiers.hardware import Hardware
 from patrickstar.config import Config, LockFree
 from patrickstar.errors import ModelError
 

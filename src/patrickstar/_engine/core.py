@@ -13,6 +13,8 @@ from patrickstar._autograd.interceptor import Interceptor
 from patrickstar._autograd.module_hooks import ModuleHooks, check_no_graphs
 from patrickstar._checkpoint.background_save import BackgroundSave
 from patrickstar._checkpoint.module_save_pretrained import save_in_full_precision
+from patrickstar._chunks.chunk_manager import ChunkManager
+from patrickstar._chunks.tracer import Tracer
 from patrickstar._distributed.process_group import Processes
 from patrickstar._distributed.single_process import SINGLE_PROCESS
 from patrickstar._engine.distributed_init import broadcast_buffers, chunk_comm, negotiate_layout
@@ -32,14 +34,11 @@ from patrickstar._engine.param_init import (
     unfreeze,
 )
 from patrickstar._engine.teardown import release
+from patrickstar._hardware.direct_io import PAGE_BYTES
+from patrickstar._hardware.memory_meter import Meter
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.torch_optim_adapter import import_compiler
 from patrickstar._layout.chunk_mapping import Layout
-from patrickstar._memory.chunk_manager import ChunkManager
-from patrickstar._memory.direct_io import PAGE_BYTES
-from patrickstar._memory.hardware import Hardware
-from patrickstar._memory.memory_meter import Meter
-from patrickstar._memory.tracer import Tracer
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
 from patrickstar._params.modes import managing
@@ -57,6 +56,7 @@ from patrickstar._step.optimizer_placement import OptimizerPlacement
 from patrickstar._step.optimizer_step import OptimizerStep
 from patrickstar._step.stats import Stats, StepListener
 from patrickstar._step.tier_planning import budgets, plan_tiers
+from patrickstar._tiers.hardware import Hardware
 from patrickstar.config import Config
 from patrickstar.errors import BudgetError, DiskError, ModelError, MoveError, TrainingError
 

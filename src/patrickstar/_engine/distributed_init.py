@@ -13,8 +13,8 @@ from patrickstar._distributed.param_sharding import local_part
 from patrickstar._distributed.process_group import Processes
 from patrickstar._distributed.single_process import SingleProcess
 from patrickstar._engine.param_init import make_layout
+from patrickstar._hardware.accelerator import Accelerator
 from patrickstar._layout.chunk_mapping import Layout, ParamSpec
-from patrickstar._memory.accelerator import Accelerator
 from patrickstar.config import Config
 from patrickstar.errors import ConfigError
 

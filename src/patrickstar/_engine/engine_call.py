@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from patrickstar._memory.defer_sigint import handle_sigint
+from patrickstar._hardware.defer_sigint import handle_sigint
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -37,8 +37,8 @@ from patrickstar._checkpoint.storage_reader import CheckpointReader
 from patrickstar._distributed.process_group import explain_peer_failure
 from patrickstar._engine.chunk_optimizer import ChunkOptimizer
 from patrickstar._engine.core import EngineCore
+from patrickstar._hardware.direct_io import BLOCK_BYTES, PAGE_BYTES
 from patrickstar._layout.schema import PARAM16, PARAM32
-from patrickstar._memory.direct_io import BLOCK_BYTES, PAGE_BYTES
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.tensor_subclass import managed_param_of
 from patrickstar._schedule.coordination import Request

@@ -18,10 +18,10 @@ from patrickstar._engine.core import EngineCore
 from patrickstar._engine.engine import Engine
 from patrickstar._engine.input_record import InputRecord
 from patrickstar._engine.param_init import WeightSource
-from patrickstar._memory.cpu_allocator import cpu_allocator
-from patrickstar._memory.file_backed_tensors import FileBackedTensors
-from patrickstar._memory.hardware import Hardware
+from patrickstar._hardware.cpu_allocator import cpu_allocator
+from patrickstar._hardware.file_backed_tensors import FileBackedTensors
 from patrickstar._step.tier_planning import find_budgets
+from patrickstar._tiers.hardware import Hardware
 from patrickstar.config import Config, Disk
 from patrickstar.errors import BudgetError, ConfigError, DiskError
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 from patrickstar._engine.core import EngineCore
 from patrickstar._layout.schema import PARAM16
-from patrickstar._memory.chunk import Chunk
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._schedule.placement import Tier
 from patrickstar._schedule.tensor_state import chunk_state
+from patrickstar._tiers.chunk import Chunk
 
 
 @dataclass(frozen=True)

@@ -8,20 +8,20 @@ import torch
 from torch import nn
 
 from patrickstar._autograd.interceptor import Interceptor
+from patrickstar._chunks.chunk_manager import ChunkManager
 from patrickstar._distributed.param_sharding import ParamSharding, local_part
 from patrickstar._engine.shared_memory import check_memory
 from patrickstar._layout.chunk_mapping import ChunkSpec, Layout, ParamSpec, build_layout
 from patrickstar._layout.chunk_size_search import search_layout
 from patrickstar._layout.schema import NODE16, PARAM16, PARAM32, SHARD16, ParamSchema, schema_for
 from patrickstar._layout.shard_group import largest_group
-from patrickstar._memory.chunk import Chunk, Region
-from patrickstar._memory.chunk_manager import ChunkManager
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
 from patrickstar._params.param_values import replace_data
 from patrickstar._params.precision import compute_dtypes
 from patrickstar._schedule.coordination import Request
 from patrickstar._schedule.placement import HOST, ChunkTiers, Tier
+from patrickstar._tiers.chunk import Chunk, Region
 from patrickstar.config import Config, Delayed, LockFree
 from patrickstar.errors import ConfigError, ModelError
 

@@ -14,8 +14,8 @@ import torch
 from patrickstar._dry_run.precision_choice import linear_widths
 from patrickstar._dry_run.product_rates import product_rate
 from patrickstar._engine.core import EngineCore
+from patrickstar._hardware.machine_name import machine_name
 from patrickstar._layout.byte_size import format_size
-from patrickstar._memory.machine_name import machine_name
 from patrickstar._schedule.step_timeline import LOG_FORMAT, StepTimeline
 from patrickstar._step.stats import StepStats
 from patrickstar.errors import ConfigError

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from patrickstar._autograd.interceptor import Interceptor
 from patrickstar._autograd.module_hooks import ModuleHooks
-from patrickstar._memory.worker_pool import THREAD_NAME
+from patrickstar._hardware.worker_pool import THREAD_NAME
 from patrickstar._params.modes import managing
 from patrickstar._params.state_dict import ModelState
 from patrickstar.errors import DiskError, MoveError, TrainingError

@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 
 import patrickstar._kernels
+from patrickstar._hardware.transfer import Transfer
 from patrickstar._kernels.averaged import AveragedRule
 from patrickstar._kernels.grad_norm import GradStats
 from patrickstar._kernels.update_rule import Gradient, Rule, Span
-from patrickstar._memory.transfer import Transfer
 
 LIBRARY = "patrickstar_kernels.so"
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}

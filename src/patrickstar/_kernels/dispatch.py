@@ -9,13 +9,13 @@ from typing import Protocol
 
 import torch
 
+from patrickstar._hardware.transfer import Transfer
 from patrickstar._kernels.averaged import AveragedRule
 from patrickstar._kernels.cpp_backend import CppBackend, Unavailable
 from patrickstar._kernels.eager_backend import PAGE_NUMEL, STATS_BYTES, EagerBackend
 from patrickstar._kernels.grad_norm import GradStats
 from patrickstar._kernels.triton_backend import TritonBackend
 from patrickstar._kernels.update_rule import Gradient, Rule, Span
-from patrickstar._memory.transfer import Transfer
 
 
 class Backend(Protocol):

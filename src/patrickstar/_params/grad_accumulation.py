@@ -2,12 +2,12 @@
 
 import torch
 
+from patrickstar._chunks.chunk_manager import ChunkManager
 from patrickstar._distributed.chunk_comm import ChunkComm
+from patrickstar._hardware.transfer import Transfer
 from patrickstar._layout.schema import KEPT32, PARAM16
-from patrickstar._memory.chunk import Chunk
-from patrickstar._memory.chunk_manager import ChunkManager
-from patrickstar._memory.transfer import Transfer
 from patrickstar._schedule.placement import Tier
+from patrickstar._tiers.chunk import Chunk
 
 
 class GradAccumulation:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils import _pytree as pytree
 
-from patrickstar._memory.vm_pool import advise_huge, private_memory
+from patrickstar._hardware.vm_pool import advise_huge, private_memory
 from patrickstar._params.memory_functions import EXPOSING, expose
 from patrickstar._params.modes import managing
 from patrickstar._params.tensor_subclass import ADDRESSES, METADATA, descriptor

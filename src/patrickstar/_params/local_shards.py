@@ -4,17 +4,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
+from patrickstar._chunks.chunk_manager import ChunkManager
+from patrickstar._hardware.defer_sigint import defer_sigint
+from patrickstar._hardware.storage_guard import refuse_access, storage_guard
 from patrickstar._kernels.rounding import canonical_nan_, round_into
 from patrickstar._kernels.update_rule import Gradient
 from patrickstar._layout.schema import GRAD32, PARAM32
-from patrickstar._memory.chunk import Chunk
-from patrickstar._memory.chunk_manager import ChunkManager
-from patrickstar._memory.defer_sigint import defer_sigint
-from patrickstar._memory.storage_guard import refuse_access, storage_guard
 from patrickstar._params.device_arithmetic import add_gradient, round_to_device
 from patrickstar._params.managed_param import ManagedParam, refusal
 from patrickstar._params.param_values import set_data
 from patrickstar._schedule.placement import Tier
+from patrickstar._tiers.chunk import Chunk
 from patrickstar.errors import TrainingError
 
 # [Note: placeholders]

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from patrickstar._distributed.param_sharding import ParamSharding
+from patrickstar._hardware.profiler_range import is_profiling
 from patrickstar._layout.chunk_mapping import ParamLocation
 from patrickstar._layout.schema import PARAM16, PARAM32, ParamSchema
 from patrickstar._layout.shard_geometry import Box, memory_order
-from patrickstar._memory.chunk import Chunk, Region
-from patrickstar._memory.profiler_range import is_profiling
 from patrickstar._params.param_state import ParamState
+from patrickstar._tiers.chunk import Chunk, Region
 
 
 @dataclass(eq=False)

@@ -5,15 +5,14 @@ from contextlib import suppress
 
 import torch
 
+from patrickstar._chunks.chunk_manager import ChunkManager
+from patrickstar._chunks.garbage import run_in_budget
+from patrickstar._chunks.tracer import Tracer
 from patrickstar._distributed.chunk_comm import ChunkComm
 from patrickstar._distributed.process_group import Processes
+from patrickstar._hardware.defer_sigint import defer_sigint
+from patrickstar._hardware.profiler_range import profiler_range
 from patrickstar._layout.schema import GRAD32, PARAM16, PARAM32
-from patrickstar._memory.chunk import Chunk
-from patrickstar._memory.chunk_manager import ChunkManager
-from patrickstar._memory.defer_sigint import defer_sigint
-from patrickstar._memory.garbage import run_in_budget
-from patrickstar._memory.profiler_range import profiler_range
-from patrickstar._memory.tracer import Tracer
 from patrickstar._params.local_shards import LocalShards, follow_written
 from patrickstar._params.managed_param import ManagedParam, profiled_names
 from patrickstar._params.param_values import set_data
@@ -23,6 +22,7 @@ from patrickstar._params.save_in_progress import SaveInProgress
 from patrickstar._params.shard_collectives import add_over_ranks, share_optimizer_extra
 from patrickstar._schedule.placement import Tier, embedding_runs_on_host
 from patrickstar._schedule.tensor_state import TensorState
+from patrickstar._tiers.chunk import Chunk
 from patrickstar.errors import BudgetError, TrainingError
 
 

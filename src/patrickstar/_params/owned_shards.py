@@ -4,17 +4,17 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from patrickstar._chunks.chunk_manager import ChunkManager
+from patrickstar._chunks.tracer import Tracer
 from patrickstar._distributed.chunk_comm import ChunkComm
+from patrickstar._hardware.transfer import Transfer
 from patrickstar._layout.chunk_mapping import Layout
 from patrickstar._layout.schema import ITEMSIZE, PARAM16, SHARD16, SUM32
-from patrickstar._memory.chunk import Chunk
-from patrickstar._memory.chunk_manager import ChunkManager
-from patrickstar._memory.tracer import Tracer
-from patrickstar._memory.transfer import Transfer
 from patrickstar._params.grad_accumulation import GradAccumulation
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
 from patrickstar._schedule.placement import Tier
+from patrickstar._tiers.chunk import Chunk
 
 
 class OwnedShards(ModelData):

@@ -3,10 +3,10 @@
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from patrickstar._memory.chunk import Chunk
-from patrickstar._memory.chunk_manager import ChunkManager
-from patrickstar._memory.tracer import Tracer
+from patrickstar._chunks.chunk_manager import ChunkManager
+from patrickstar._chunks.tracer import Tracer
 from patrickstar._params.managed_param import ManagedParam
+from patrickstar._tiers.chunk import Chunk
 
 # [Note: resident iterations]
 # If all of an iteration's parameters fit on the device beside the peak of non-model data that its trace shows, no

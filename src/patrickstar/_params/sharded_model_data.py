@@ -5,17 +5,17 @@ from contextlib import AbstractContextManager
 
 import torch
 
+from patrickstar._chunks.chunk_manager import ChunkManager
+from patrickstar._chunks.tracer import Tracer
 from patrickstar._distributed.chunk_comm import ChunkComm
+from patrickstar._hardware.defer_sigint import defer_sigint
 from patrickstar._layout.schema import PARAM16, PARAM32, SHARD16, SUM32
-from patrickstar._memory.chunk import Chunk
-from patrickstar._memory.chunk_manager import ChunkManager
-from patrickstar._memory.defer_sigint import defer_sigint
-from patrickstar._memory.tracer import Tracer
 from patrickstar._params.local_shards import follow_written
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.owned_shards import OwnedShards
 from patrickstar._params.param_values import set_data
 from patrickstar._schedule.coordination import Request
+from patrickstar._tiers.chunk import Chunk
 from patrickstar.errors import BudgetError, TrainingError
 
 # [Note: sharded gradients]

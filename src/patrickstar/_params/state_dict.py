@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from patrickstar._chunks.chunk_manager import ChunkManager
 from patrickstar._distributed.param_sharding import whole_value
 from patrickstar._layout.schema import PARAM16, PARAM32, SHARD16
-from patrickstar._memory.chunk_manager import ChunkManager
 from patrickstar._params.interception import release_parameter
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData

@@ -5,18 +5,18 @@ from functools import partial
 
 import torch
 
+from patrickstar._hardware.defer_sigint import defer_sigint
+from patrickstar._hardware.transfer import Transfer
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.update_rule import Gradient, Rule, Span
 from patrickstar._layout.schema import DELAYED16
-from patrickstar._memory.chunk import Chunk
-from patrickstar._memory.defer_sigint import defer_sigint
-from patrickstar._memory.transfer import Transfer
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
 from patrickstar._step.disk_optimizer_step import DiskOptimizerStep
 from patrickstar._step.failed_update import give_up
 from patrickstar._step.host_updates import HostUpdates
 from patrickstar._step.running_updates import RunningUpdates
+from patrickstar._tiers.chunk import Chunk
 
 # [Note: delayed updates]
 # Let M(i) be the masters after the update with the gradients g(i) of step i, and R(M) the parameters: masters rounded

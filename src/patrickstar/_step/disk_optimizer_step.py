@@ -5,10 +5,10 @@ from functools import partial
 
 import torch
 
+from patrickstar._hardware.defer_sigint import defer_sigint
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.update_rule import Rule, Span
 from patrickstar._layout.schema import GRAD32
-from patrickstar._memory.defer_sigint import defer_sigint
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
 from patrickstar._step.disk_update import DiskUpdate, PageBuffers, count_update_transfers, overlap

@@ -3,14 +3,14 @@
 import logging
 from collections.abc import Mapping, Sequence
 
+from patrickstar._hardware.defer_sigint import defer_sigint
 from patrickstar._kernels.update_rule import Rule
 from patrickstar._layout.schema import GRAD32
-from patrickstar._memory.chunk import Chunk
-from patrickstar._memory.defer_sigint import defer_sigint
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
 from patrickstar._step.disk_optimizer_step import DiskOptimizerStep
 from patrickstar._step.disk_update import DiskUpdate
+from patrickstar._tiers.chunk import Chunk
 from patrickstar.errors import BudgetError, DiskError
 
 IN_FLIGHT = 2

@@ -6,10 +6,10 @@ from typing import Protocol
 
 import torch
 
+from patrickstar._chunks.chunk_manager import ChunkManager
 from patrickstar._kernels.update_rule import Rule, Span
-from patrickstar._memory.chunk import Chunk
-from patrickstar._memory.chunk_manager import ChunkManager
 from patrickstar._params.managed_param import ManagedParam
+from patrickstar._tiers.chunk import Chunk
 
 
 class PageBuffers(Protocol):

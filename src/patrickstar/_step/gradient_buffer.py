@@ -8,12 +8,12 @@ import torch
 
 from patrickstar._kernels.update_rule import Gradient, Rule, Span
 from patrickstar._layout.schema import BUFFERED16, BUFFERED_GRAD
-from patrickstar._memory.chunk import Chunk
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
 from patrickstar._step.disk_update import overlap
 from patrickstar._step.update_log import Pages, UpdateRecord
 from patrickstar._step.update_rules import UpdateRules
+from patrickstar._tiers.chunk import Chunk
 
 
 @dataclass(eq=False)

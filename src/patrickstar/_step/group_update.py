@@ -4,19 +4,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from patrickstar._hardware.defer_sigint import defer_sigint
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.rounding import canonical_nan_
 from patrickstar._kernels.torch_optim_group import GroupOptimizer, Member, tensor_bytes
 from patrickstar._kernels.update_rule import Gradient, Span
 from patrickstar._layout.schema import GRAD32
-from patrickstar._memory.chunk import Chunk
-from patrickstar._memory.defer_sigint import defer_sigint
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
 from patrickstar._params.tensor_subclass import managed_param_of
 from patrickstar._schedule.placement import Tier
 from patrickstar._step.failed_update import give_up
 from patrickstar._step.update_rules import UpdateRules
+from patrickstar._tiers.chunk import Chunk
 from patrickstar.optim import Optimizer
 
 

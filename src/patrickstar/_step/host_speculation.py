@@ -6,18 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from patrickstar._hardware.defer_sigint import defer_sigint
+from patrickstar._hardware.profiler_range import profiler_range
+from patrickstar._hardware.transfer import Transfer
 from patrickstar._kernels.update_rule import Rule, Span
-from patrickstar._memory.chunk import Chunk
-from patrickstar._memory.defer_sigint import defer_sigint
-from patrickstar._memory.host_arena import ArenaBlock
-from patrickstar._memory.host_tier import HostTier
-from patrickstar._memory.profiler_range import profiler_range
-from patrickstar._memory.transfer import Transfer
 from patrickstar._params.managed_param import ManagedParam, profiled_names
 from patrickstar._params.model_data import ModelData
 from patrickstar._step.failed_update import give_up
 from patrickstar._step.host_updates import HostUpdates
 from patrickstar._step.optimizer_step import OptimizerStep
+from patrickstar._tiers.chunk import Chunk
+from patrickstar._tiers.host_arena import ArenaBlock
+from patrickstar._tiers.host_tier import HostTier
 
 IN_FLIGHT = 2
 """Updates that run or wait at a time, of those that no worker thread chooses between."""

@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 
+from patrickstar._hardware.defer_sigint import defer_sigint
+from patrickstar._hardware.direct_io import PAGE_BYTES
+from patrickstar._hardware.transfer import Transfer
 from patrickstar._kernels.dispatch import Kernels
-from patrickstar._memory.chunk import Chunk
-from patrickstar._memory.defer_sigint import defer_sigint
-from patrickstar._memory.direct_io import PAGE_BYTES
-from patrickstar._memory.transfer import Transfer
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
 from patrickstar._step.disk_optimizer_step import DiskOptimizerStep
@@ -23,6 +22,7 @@ from patrickstar._step.pages_in_memory import PagesInMemory
 from patrickstar._step.running_updates import RunningUpdates
 from patrickstar._step.update_log import LoggedRun, UpdateLog, UpdateRecord
 from patrickstar._step.update_rules import UpdateRules
+from patrickstar._tiers.chunk import Chunk
 from patrickstar.config import LockFree
 from patrickstar.errors import TrainingError
 from patrickstar.optim import Optimizer

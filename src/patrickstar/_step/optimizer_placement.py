@@ -4,8 +4,8 @@ import logging
 from collections import Counter
 from collections.abc import Mapping
 
+from patrickstar._chunks.tracer import Tracer
 from patrickstar._layout.chunk_mapping import Layout
-from patrickstar._memory.tracer import Tracer
 from patrickstar._params.model_data import ModelData
 from patrickstar._schedule.placement import WARM_UP_PERCENT, ChunkTiers, Tier, home_tiers, margin_chunks
 from patrickstar._step.optimizer_step import OptimizerStep

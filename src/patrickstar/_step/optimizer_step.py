@@ -5,12 +5,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from patrickstar._hardware.defer_sigint import defer_sigint
+from patrickstar._hardware.profiler_range import profiler_range
+from patrickstar._hardware.transfer import Transfer
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.update_rule import Rule, Span
-from patrickstar._memory.chunk import Chunk
-from patrickstar._memory.defer_sigint import defer_sigint
-from patrickstar._memory.profiler_range import profiler_range
-from patrickstar._memory.transfer import Transfer
 from patrickstar._params.managed_param import ManagedParam, profiled_names
 from patrickstar._params.model_data import ModelData
 from patrickstar._schedule.placement import Tier
@@ -26,6 +25,7 @@ from patrickstar._step.staging_pool import StagingPool, StagingSize
 from patrickstar._step.streamed_update import StreamedUpdates
 from patrickstar._step.update_rules import GroupOf, UpdateRules
 from patrickstar._step.update_tiers import UpdateTiers
+from patrickstar._tiers.chunk import Chunk
 from patrickstar.config import Delayed, LockFree
 from patrickstar.optim import Optimizer
 
@@ -369,9 +369,8 @@ class OptimizerStep:
             manager.transfers.wait_idle(shard_chunk)
         spans = [self.span(managed, rule, chunks, in_order=in_order) for managed, rule in rules.items()]
         if renewed is not None:
-            locations = [managed.location for managed in rules]
-            params = [renewed.flat_on_host(location.offset, location.numel) for location in locations]
-            spans = [replace(span, param=param) for span, param in zip(spans, params, strict=True)]
+            on_host_copy = [renewed.flat_on_host(each.location.offset, each.location.numel) for each in rules]
+            spans = [replace(span, param=param) for span, param in zip(spans, on_host_copy, strict=True)]
         if shard_chunk.device_valid and on_host:
             for managed in rules:
                 managed.chunk.transferred_bytes += count_update_transfers(

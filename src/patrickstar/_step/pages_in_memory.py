@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import torch
 
+from patrickstar._hardware.defer_sigint import defer_sigint
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.update_rule import Span
-from patrickstar._memory.defer_sigint import defer_sigint
 from patrickstar._params.model_data import ModelData
 from patrickstar._step.gradient_buffer import BufferedPage, GradientBuffer
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from patrickstar._memory.defer_sigint import defer_sigint
+from patrickstar._hardware.defer_sigint import defer_sigint
 from patrickstar._params.model_data import ModelData
 from patrickstar._step.disk_update import DiskUpdate
 from patrickstar._step.staging_pool import StagingPool

@@ -5,9 +5,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from patrickstar._memory.chunk import Chunk
-from patrickstar._memory.defer_sigint import defer_sigint
-from patrickstar._memory.transfer import Transfer
+from patrickstar._hardware.defer_sigint import defer_sigint
+from patrickstar._hardware.transfer import Transfer
+from patrickstar._tiers.chunk import Chunk
 
 # [Note: running updates]
 # `optimizer.step()` starts updates and returns. An update counts as running until the training thread has finished it:

@@ -4,15 +4,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from patrickstar._hardware.defer_sigint import defer_sigint
 from patrickstar._kernels.update_rule import Rule
-from patrickstar._memory.chunk import Chunk
-from patrickstar._memory.defer_sigint import defer_sigint
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
 from patrickstar._step.disk_speculation import DiskSpeculation
 from patrickstar._step.host_speculation import HostSpeculation
 from patrickstar._step.optimizer_step import OptimizerStep
 from patrickstar._step.update_rules import GroupOf
+from patrickstar._tiers.chunk import Chunk
 
 # [Note: speculation]
 # Clipping, loss scaling and the caller's choices are known at `optimizer.step()` only. During backward a chunk whose

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from patrickstar._memory.chunk import Chunk
-from patrickstar._memory.chunk_manager import ChunkManager
-from patrickstar._memory.defer_sigint import defer_sigint
-from patrickstar._memory.transfer import Transfer
-from patrickstar._memory.vm_pool import round_up
+from patrickstar._chunks.chunk_manager import ChunkManager
+from patrickstar._hardware.defer_sigint import defer_sigint
+from patrickstar._hardware.transfer import Transfer
+from patrickstar._hardware.vm_pool import round_up
+from patrickstar._tiers.chunk import Chunk
 
 SETS = 12
 """Page sets in flight at once: enough free buffers to keep the disk busy during the longest operator."""

@@ -5,8 +5,8 @@ from dataclasses import asdict, dataclass, field
 from operator import add
 from typing import Any, Protocol
 
-from patrickstar._memory.chunk_manager import ChunkManager
-from patrickstar._memory.transfer_counters import TransferCounters
+from patrickstar._chunks.chunk_manager import ChunkManager
+from patrickstar._tiers.transfer_counters import TransferCounters
 
 STOCKS = ("disk_bytes", "reserved_bytes", "inactive_split_bytes")
 """Statistics of allocated bytes, of which a period has the maximum, as of the peaks."""

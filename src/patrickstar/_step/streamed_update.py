@@ -9,14 +9,14 @@ from functools import partial
 
 import torch
 
+from patrickstar._hardware.accelerator import Accelerator
+from patrickstar._hardware.job_queue import WorkerTransfer
+from patrickstar._hardware.transfer import Transfer
+from patrickstar._hardware.worker_pool import WorkerPool
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.update_rule import Span
-from patrickstar._memory.accelerator import Accelerator
-from patrickstar._memory.host_tier import HostTier
-from patrickstar._memory.job_queue import WorkerTransfer
-from patrickstar._memory.transfer import Transfer
-from patrickstar._memory.worker_pool import WorkerPool
 from patrickstar._step.running_updates import UpdateGroup
+from patrickstar._tiers.host_tier import HostTier
 
 # [Note: updates beside an accelerator]
 # Worker threads run the updates whose masters are on the host, see [Note: running updates]. They copy gradients to the

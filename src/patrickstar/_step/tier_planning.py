@@ -5,19 +5,19 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from patrickstar._hardware.direct_io import BLOCK_BYTES, PAGE_BYTES
+from patrickstar._hardware.vm_pool import round_up
 from patrickstar._kernels.update_rule import Rule
 from patrickstar._layout.byte_size import format_size
 from patrickstar._layout.chunk_mapping import Layout
-from patrickstar._memory.direct_io import BLOCK_BYTES, PAGE_BYTES
-from patrickstar._memory.disk_tier import STAGES, DiskTier
-from patrickstar._memory.hardware import Hardware
-from patrickstar._memory.host_arena import ALIGN_BYTES
-from patrickstar._memory.vm_pool import round_up
 from patrickstar._schedule.feasibility import check_budgets, check_together, working_set_bytes
 from patrickstar._schedule.fragmentation import NO_FRAGMENTATION, Fragmentation
 from patrickstar._schedule.placement import Budgets, ChunkTiers, Tier, disk_bytes, initial_placement
 from patrickstar._step.staging_pool import StagingSize
 from patrickstar._step.streamed_update import PIECE_NUMEL, buffer_bytes, buffer_count
+from patrickstar._tiers.disk_tier import STAGES, DiskTier
+from patrickstar._tiers.hardware import Hardware
+from patrickstar._tiers.host_arena import ALIGN_BYTES
 from patrickstar.config import Config, Delayed
 from patrickstar.errors import BudgetError
 

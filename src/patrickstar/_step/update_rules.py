@@ -7,9 +7,9 @@ import torch
 
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.update_rule import Rule
-from patrickstar._memory.chunk import Chunk
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
+from patrickstar._tiers.chunk import Chunk
 from patrickstar.optim import Optimizer
 
 GroupOf = Callable[[ManagedParam], Mapping[str, Any] | None]

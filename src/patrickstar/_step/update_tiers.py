@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 from patrickstar._layout.schema import SHARD16
-from patrickstar._memory.chunk import Chunk
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
 from patrickstar._schedule.placement import Tier
+from patrickstar._tiers.chunk import Chunk
 
 
 class UpdateTiers:

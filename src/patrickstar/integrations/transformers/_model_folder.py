@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from patrickstar._checkpoint.safetensors_file import DTYPES as FORMAT
-from patrickstar._memory.direct_io import transfer_all
+from patrickstar._hardware.direct_io import transfer_all
 from patrickstar.errors import ModelError
 
 DTYPES = {

@@ -5,13 +5,13 @@ from operator import itemgetter
 
 import torch
 
+from patrickstar._hardware.transfer import Transfer
+from patrickstar._hardware.vm_pool import round_up
 from patrickstar._layout.byte_size import format_size
-from patrickstar._memory.chunk import Chunk, fill_poison
-from patrickstar._memory.host_arena import ALIGN_BYTES, ArenaBlock, HostArena
-from patrickstar._memory.timeline import Timeline
-from patrickstar._memory.transfer import Transfer
-from patrickstar._memory.vm_pool import round_up
 from patrickstar._schedule.placement import Tier
+from patrickstar._tiers.chunk import Chunk, fill_poison
+from patrickstar._tiers.host_arena import ALIGN_BYTES, ArenaBlock, HostArena
+from patrickstar._tiers.timeline import Timeline
 from patrickstar.errors import BudgetError
 
 # [Note: spare blocks]

@@ -4,21 +4,21 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from patrickstar._chunks.device_prefetch import DevicePrefetch
+from patrickstar._hardware.accelerator import DeviceClock
+from patrickstar._hardware.defer_sigint import defer_sigint
+from patrickstar._hardware.vm_pool import round_up
 from patrickstar._layout.schema import HOST_ONLY, PARAM16
-from patrickstar._memory.accelerator import DeviceClock
-from patrickstar._memory.chunk import Chunk
-from patrickstar._memory.defer_sigint import defer_sigint
-from patrickstar._memory.device_prefetch import DevicePrefetch
-from patrickstar._memory.device_tier import DeviceTier
-from patrickstar._memory.disk_tier import STAGES, DiskTier
-from patrickstar._memory.hardware import Hardware
-from patrickstar._memory.host_arena import ALIGN_BYTES, ArenaBlock
-from patrickstar._memory.host_tier import HostTier
-from patrickstar._memory.io_dispatch import IODispatch, PeerTransfers
-from patrickstar._memory.timeline import Timeline
-from patrickstar._memory.vm_pool import round_up
 from patrickstar._schedule.placement import Tier
 from patrickstar._schedule.step_timeline import StepTimeline
+from patrickstar._tiers.chunk import Chunk
+from patrickstar._tiers.device_tier import DeviceTier
+from patrickstar._tiers.disk_tier import STAGES, DiskTier
+from patrickstar._tiers.hardware import Hardware
+from patrickstar._tiers.host_arena import ALIGN_BYTES, ArenaBlock
+from patrickstar._tiers.host_tier import HostTier
+from patrickstar._tiers.io_dispatch import IODispatch, PeerTransfers
+from patrickstar._tiers.timeline import Timeline
 
 
 class ChunkManager(DevicePrefetch):

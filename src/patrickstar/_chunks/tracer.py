@@ -4,17 +4,17 @@ import logging
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 
+from patrickstar._chunks.chunk_manager import ChunkManager
+from patrickstar._chunks.iteration_mode import Mode
+from patrickstar._hardware.memory_meter import Meter
 from patrickstar._layout.schema import PARAM16
-from patrickstar._memory.chunk import Chunk
-from patrickstar._memory.chunk_manager import ChunkManager
-from patrickstar._memory.iteration_mode import Mode
-from patrickstar._memory.memory_meter import Meter
 from patrickstar._schedule.coordination import Linked
 from patrickstar._schedule.eviction import AccessHistory, LeastRecentlyUsed, ListOrder
 from patrickstar._schedule.placement import cautious_limit_bytes
 from patrickstar._schedule.prefetch import AggressivePrefetch, DemandFetch, PrefetchPolicy
 from patrickstar._schedule.streaming import StreamingPrefetch
 from patrickstar._schedule.trace import Moment, Trace
+from patrickstar._tiers.chunk import Chunk
 
 _log = logging.getLogger(__name__)
 

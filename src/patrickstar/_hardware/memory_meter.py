@@ -9,9 +9,9 @@ from typing import Protocol
 
 import psutil
 
-from patrickstar._memory.accelerator import Accelerator
-from patrickstar._memory.cpu_allocator import CpuAllocator, cpu_allocator
-from patrickstar._memory.vm_pool import SYSTEM_PAGE, can_move_pages
+from patrickstar._hardware.accelerator import Accelerator
+from patrickstar._hardware.cpu_allocator import CpuAllocator, cpu_allocator
+from patrickstar._hardware.vm_pool import SYSTEM_PAGE, can_move_pages
 from patrickstar._schedule.fragmentation import NO_FRAGMENTATION, Fragmentation
 
 _CLEAR_REFS = Path("/proc/self/clear_refs")

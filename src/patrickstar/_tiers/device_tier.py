@@ -1,12 +1,12 @@
 """Device tier: device memory of chunks, and its budget."""
 
-from patrickstar._memory.chunk import Chunk
-from patrickstar._memory.defer_sigint import defer_sigint
-from patrickstar._memory.hardware import Hardware
-from patrickstar._memory.memory_meter import Meter
-from patrickstar._memory.timeline import Timeline
+from patrickstar._hardware.defer_sigint import defer_sigint
+from patrickstar._hardware.memory_meter import Meter
 from patrickstar._schedule.fragmentation import NO_FRAGMENTATION
 from patrickstar._schedule.placement import Tier
+from patrickstar._tiers.chunk import Chunk
+from patrickstar._tiers.hardware import Hardware
+from patrickstar._tiers.timeline import Timeline
 
 BLOCK_BYTES = 512
 """Blocks of an accelerator's caching allocator are multiples of this."""

@@ -7,19 +7,19 @@ from pathlib import Path
 
 import torch
 
+from patrickstar._hardware.accelerator import Accelerator, AllocatorStats
+from patrickstar._hardware.cuda_accelerator import CudaAccelerator
+from patrickstar._hardware.direct_io import free_bytes
+from patrickstar._hardware.memory_meter import DeviceMeter, Meter, host_meter, library_resident_bytes
+from patrickstar._hardware.ram import Ram, measure_ram
+from patrickstar._hardware.vm_pool import PagePool, can_move_pages
 from patrickstar._layout.byte_size import format_size
-from patrickstar._memory.accelerator import Accelerator, AllocatorStats
-from patrickstar._memory.copy_streams import CopyStreams
-from patrickstar._memory.cuda_accelerator import CudaAccelerator
-from patrickstar._memory.direct_io import free_bytes
-from patrickstar._memory.disk_tier import DiskTier
-from patrickstar._memory.host_arena import HostArena
-from patrickstar._memory.memory_meter import DeviceMeter, Meter, host_meter, library_resident_bytes
-from patrickstar._memory.ram import Ram, measure_ram
-from patrickstar._memory.swap_file import SwapFile
-from patrickstar._memory.vm_pool import PagePool, can_move_pages
 from patrickstar._perf_model.margins import device_budget
 from patrickstar._schedule.fragmentation import NO_FRAGMENTATION
+from patrickstar._tiers.copy_streams import CopyStreams
+from patrickstar._tiers.disk_tier import DiskTier
+from patrickstar._tiers.host_arena import HostArena
+from patrickstar._tiers.swap_file import SwapFile
 from patrickstar.errors import DiskError
 
 

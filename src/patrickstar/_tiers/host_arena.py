@@ -12,9 +12,9 @@ from operator import attrgetter
 import numpy as np
 import torch
 
+from patrickstar._hardware.accelerator import Accelerator
+from patrickstar._hardware.vm_pool import advise_huge, discard, private_memory, round_up
 from patrickstar._layout.chunk_mapping import ALIGN_NUMEL
-from patrickstar._memory.accelerator import Accelerator
-from patrickstar._memory.vm_pool import advise_huge, discard, private_memory, round_up
 from patrickstar.errors import BudgetError
 
 ALIGN_BYTES = ALIGN_NUMEL

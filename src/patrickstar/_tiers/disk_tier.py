@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from patrickstar._memory.accelerator import Accelerator
-from patrickstar._memory.chunk import Chunk
-from patrickstar._memory.direct_io import BLOCK_BYTES, PAGE_BYTES
-from patrickstar._memory.host_arena import HostArena
-from patrickstar._memory.swap_file import SwapFile
-from patrickstar._memory.transfer import Transfer
-from patrickstar._memory.worker_pool import WorkerPool
+from patrickstar._hardware.accelerator import Accelerator
+from patrickstar._hardware.direct_io import BLOCK_BYTES, PAGE_BYTES
+from patrickstar._hardware.transfer import Transfer
+from patrickstar._hardware.worker_pool import WorkerPool
+from patrickstar._tiers.chunk import Chunk
+from patrickstar._tiers.host_arena import HostArena
+from patrickstar._tiers.swap_file import SwapFile
 
 STAGES = (READERS := 4) + (WRITERS := 2)
 """Threads, each with one page in flight. One disk read 1.05 GB/s with one thread and up to 1.6 with four, and wrote

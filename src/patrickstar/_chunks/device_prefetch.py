@@ -5,13 +5,13 @@ from collections.abc import Iterable
 
 import torch
 
-from patrickstar._memory.chunk import Chunk
-from patrickstar._memory.defer_sigint import defer_sigint
-from patrickstar._memory.device_eviction import DeviceEviction
-from patrickstar._memory.device_tier import DeviceTier
-from patrickstar._memory.host_tier import HostTier
-from patrickstar._memory.io_dispatch import IODispatch
+from patrickstar._chunks.device_eviction import DeviceEviction
+from patrickstar._hardware.defer_sigint import defer_sigint
 from patrickstar._schedule.prefetch import PrefetchPolicy
+from patrickstar._tiers.chunk import Chunk
+from patrickstar._tiers.device_tier import DeviceTier
+from patrickstar._tiers.host_tier import HostTier
+from patrickstar._tiers.io_dispatch import IODispatch
 
 
 class DevicePrefetch(DeviceEviction):

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
-from patrickstar._memory.accelerator import DeviceClock
-from patrickstar._memory.chunk import Chunk
-from patrickstar._memory.transfer import Transfer
+from patrickstar._hardware.accelerator import DeviceClock
+from patrickstar._hardware.transfer import Transfer
 from patrickstar._schedule.placement import Tier
 from patrickstar._schedule.step_timeline import Channel, Moment, Product, Residency, Stall, StepTimeline, Work
+from patrickstar._tiers.chunk import Chunk
 
 
 @dataclass(frozen=True)

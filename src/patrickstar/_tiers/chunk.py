@@ -6,12 +6,12 @@ from typing import Protocol
 
 import torch
 
+from patrickstar._hardware.storage_guard import allow_access, refuse_access
+from patrickstar._hardware.transfer import Transfer
+from patrickstar._hardware.vm_pool import PagePool, VMRange
 from patrickstar._layout.schema import ITEMSIZE
-from patrickstar._memory.host_arena import ArenaBlock
-from patrickstar._memory.storage_guard import allow_access, refuse_access
-from patrickstar._memory.transfer import Transfer
-from patrickstar._memory.vm_pool import PagePool, VMRange
 from patrickstar._schedule.placement import Tier
+from patrickstar._tiers.host_arena import ArenaBlock
 
 # [Note: one storage for life]
 # Autograd saves views of weights (`weight.t()`), not Parameters, so a chunk must be fetched back into the storage that

@@ -5,11 +5,11 @@ from collections.abc import Callable
 
 import torch
 
-from patrickstar._memory.accelerator import Accelerator, DeviceClock
-from patrickstar._memory.chunk import Chunk
-from patrickstar._memory.disk_tier import pages
-from patrickstar._memory.transfer import Transfer
-from patrickstar._memory.worker_pool import WorkerPool
+from patrickstar._hardware.accelerator import Accelerator, DeviceClock
+from patrickstar._hardware.transfer import Transfer
+from patrickstar._hardware.worker_pool import WorkerPool
+from patrickstar._tiers.chunk import Chunk
+from patrickstar._tiers.disk_tier import pages
 
 
 class StreamTransfer(Transfer):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from patrickstar._memory.cpu_allocator import native_library
+from patrickstar._hardware.cpu_allocator import native_library
 
 # [Note: storages that refuse to be read]
 # `__torch_function__` sees the operators of Python only. TorchScript functions, C++ extensions and kernels that a

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from xxhash import xxh3_64_intdigest
 
+from patrickstar._hardware.direct_io import BLOCK_BYTES, FULL, PAGE_BYTES, free_bytes, reserve, transfer_all, try_direct
+from patrickstar._hardware.vm_pool import round_up
 from patrickstar._layout.byte_size import format_size
-from patrickstar._memory.direct_io import BLOCK_BYTES, FULL, PAGE_BYTES, free_bytes, reserve, transfer_all, try_direct
-from patrickstar._memory.vm_pool import round_up
 from patrickstar.errors import BudgetError, DiskError
 
 

@@ -6,14 +6,14 @@ from typing import Protocol
 
 import torch
 
-from patrickstar._memory.chunk import Chunk
-from patrickstar._memory.disk_tier import DiskTier
-from patrickstar._memory.hardware import Hardware
-from patrickstar._memory.profiler_range import profiler_range
-from patrickstar._memory.timeline import Timeline
-from patrickstar._memory.transfer import Transfer
-from patrickstar._memory.transfer_counters import TransferCounters
+from patrickstar._hardware.profiler_range import profiler_range
+from patrickstar._hardware.transfer import Transfer
 from patrickstar._schedule.step_timeline import Channel
+from patrickstar._tiers.chunk import Chunk
+from patrickstar._tiers.disk_tier import DiskTier
+from patrickstar._tiers.hardware import Hardware
+from patrickstar._tiers.timeline import Timeline
+from patrickstar._tiers.transfer_counters import TransferCounters
 from patrickstar.errors import DiskError, MoveError, TrainingError
 
 

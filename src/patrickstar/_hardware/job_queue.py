@@ -10,8 +10,8 @@ from queue import Empty, SimpleQueue
 
 import torch
 
-from patrickstar._memory.accelerator import DeviceClock
-from patrickstar._memory.transfer import Transfer
+from patrickstar._hardware.accelerator import DeviceClock
+from patrickstar._hardware.transfer import Transfer
 from patrickstar.errors import MoveError
 
 Job = Callable[[torch.Tensor], None]

@@ -7,9 +7,9 @@ from functools import partial
 
 import torch
 
-from patrickstar._memory.direct_io import PAGE_BYTES
-from patrickstar._memory.job_queue import Job, JobQueue, WorkerThread, WorkerTransfer
-from patrickstar._memory.vm_pool import private_memory
+from patrickstar._hardware.direct_io import PAGE_BYTES
+from patrickstar._hardware.job_queue import Job, JobQueue, WorkerThread, WorkerTransfer
+from patrickstar._hardware.vm_pool import private_memory
 from patrickstar.errors import MoveError
 
 THREAD_NAME = "patrickstar-"

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
+from patrickstar._hardware.accelerator import Accelerator, AllocatorStats
+from patrickstar._hardware.reserved_limits import ReservedLimits
+from patrickstar._hardware.vm_pool import fault_in
+from patrickstar._hardware.workspaces import library_bytes, workspace_bytes
 from patrickstar._layout.byte_size import format_size
-from patrickstar._memory.accelerator import Accelerator, AllocatorStats
-from patrickstar._memory.reserved_limits import ReservedLimits
-from patrickstar._memory.vm_pool import fault_in
-from patrickstar._memory.workspaces import library_bytes, workspace_bytes
 from patrickstar._schedule.fragmentation import Fragmentation
 
 LOCK_BYTES = 64 << 30

@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from typing import Protocol
 
-from patrickstar._memory.accelerator import DeviceClock
+from patrickstar._hardware.accelerator import DeviceClock
 
 
 class Transfer(Protocol):

@@ -3,8 +3,8 @@
 import gc
 from collections.abc import Callable, Sequence
 
-from patrickstar._memory.chunk import Chunk
-from patrickstar._memory.tracer import Tracer
+from patrickstar._chunks.tracer import Tracer
+from patrickstar._tiers.chunk import Chunk
 from patrickstar.errors import BudgetError
 
 

@@ -7,9 +7,9 @@ import warnings
 from pathlib import Path
 from types import TracebackType
 
+from patrickstar._hardware.cpu_allocator import CpuAllocator
+from patrickstar._hardware.vm_pool import SYSTEM_PAGE
 from patrickstar._layout.byte_size import format_size
-from patrickstar._memory.cpu_allocator import CpuAllocator
-from patrickstar._memory.vm_pool import SYSTEM_PAGE
 from patrickstar.errors import DiskError
 
 CHECK_S = 0.005

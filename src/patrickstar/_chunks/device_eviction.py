@@ -6,18 +6,18 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from patrickstar._chunks.transfers import ChunkTransfers
+from patrickstar._hardware.defer_sigint import defer_sigint
 from patrickstar._layout.byte_size import format_size
 from patrickstar._layout.schema import PARAM16
-from patrickstar._memory.chunk import Chunk
-from patrickstar._memory.defer_sigint import defer_sigint
-from patrickstar._memory.device_tier import DeviceTier
-from patrickstar._memory.disk_tier import DiskTier
-from patrickstar._memory.host_tier import HostTier
-from patrickstar._memory.io_dispatch import IODispatch
-from patrickstar._memory.transfer_counters import TransferCounters
-from patrickstar._memory.transfers import ChunkTransfers
 from patrickstar._schedule.eviction import EvictionPolicy, ListOrder
 from patrickstar._schedule.placement import Tier
+from patrickstar._tiers.chunk import Chunk
+from patrickstar._tiers.device_tier import DeviceTier
+from patrickstar._tiers.disk_tier import DiskTier
+from patrickstar._tiers.host_tier import HostTier
+from patrickstar._tiers.io_dispatch import IODispatch
+from patrickstar._tiers.transfer_counters import TransferCounters
 from patrickstar.errors import BudgetError
 
 _log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from patrickstar._memory.accelerator import Accelerator
+from patrickstar._hardware.accelerator import Accelerator
 from patrickstar.errors import BudgetError
 
 # [Note: library bytes]

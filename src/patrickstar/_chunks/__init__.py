@@ -1,0 +1,1 @@
+"""Which chunk is where: fetches, evictions, prefetch, and the trace of the first step. Below modules and autograd."""

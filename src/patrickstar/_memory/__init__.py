@@ -1,1 +1,0 @@
-"""Chunk memory: tiers, budgets, transfers and meters. Independent of modules and autograd."""
