@@ -11,7 +11,7 @@ from probes import after_operators, manager_of
 from sampling import draws, nightly
 from seeded import reference_of
 from torch import nn
-from toys import batches, mean_square, module, train
+from toys import Shape, batches, mean_square, module, train
 
 import patrickstar as ps
 from patrickstar import testing
@@ -37,6 +37,18 @@ def test_exactness(folder, shape, chunk_size, precision, room, loop, checksums):
     config = config.model_copy(update={"disk": ps.Disk(directory=folder, checksums=checksums)})
     script = lambda trainer, optimizer: train(trainer, batches(4), **loop)  # noqa: E731
     tiers.compare(shape.build, config, script, evict_everything=room.evict_everything)
+
+
+@pytest.mark.parametrize("before", [0, 2])
+def test_the_first_sums_of_gradients_find_room(folder, before):
+    """Without them the states of a chunk would fit on the device."""
+    shape = Shape(("plain", "plain"), tied=True, frozen_norms=False, checkpointing=False, width=tiers.WIDTH)
+    config = on_disk(shape.build, options("fp32", "auto"), folder, batches(1)[0], Room(device_bytes=60000))
+
+    def script(trainer, optimizer):
+        return train(trainer, batches(before)) + train(trainer, batches(4), accumulation=2)
+
+    tiers.compare(shape.build, config, script)
 
 
 def recurrent(m, x):

@@ -220,8 +220,7 @@ class EngineCore:
         self.interceptor.hidden_nodes.clear()
         self.data.residency.end()
         self._inputs = None
-        if self.tracer.end_iteration():
-            self.optimizer_placement.replan(self.layout)
+        self.optimizer_placement.begin_step(self.layout, measured=self.tracer.end_iteration())
         self.data.make_room_for_step()
         self.manager.note_non_model_bytes()
         with self.internal_computation():

@@ -35,6 +35,13 @@ class OptimizerPlacement:
             self._data.manager.evict_idle(device.budget_bytes - device.soft_limit_bytes, protect=())
             self._data.update_param_views()
 
+    def begin_step(self, layout: Layout, measured: bool) -> None:
+        """Set the home tiers again after a measured iteration, and before a step that is the first to sum gradients."""
+        begins_to_sum = self._data.backwards_in_step > 1 and not self._data.accumulates
+        self._data.accumulates |= begins_to_sum
+        if measured or begins_to_sum:
+            self.replan(layout)
+
     def replan(self, layout: Layout) -> None:
         """Set the home tiers again after a measured step."""
         chunks, manager, non_model_bytes = layout.chunks, self._data.manager, self._tracer.peak_non_model_bytes
