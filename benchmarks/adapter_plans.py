@@ -148,7 +148,7 @@ def main() -> None:
     publish(
         "adapter_plans",
         "cpu",
-        f"Plan / run of LoRA and QLoRA: {len(rows)} random Llamas in {given.precision}, {given.threads} threads (seed "
+        f"Plan / run of LoRA and QLoRA: {len(rows)} random Llamas in {given.precision}, threads: {given.threads} (seed "
         f"{given.seed}). Absolute error of the step time: {100 * median(map(abs, errors)):.1f} % in the median, "
         f"{100 * max(map(abs, errors)):.1f} % at most (limit 15 %). Bytes of model data, peaks and transfers differ in "
         f"{differing} draws (limit 0). With one thread seconds are those of the processor.",
