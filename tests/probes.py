@@ -63,8 +63,9 @@ def optimizer_in_backward_of(engine: Engine) -> OptimizerInBackward:
 
 
 def let_updates_begin(engine: Engine) -> None:
-    """Give worker threads time to begin an update before the step, however busy the processors are."""
-    speculation, until_s = engine._core.optimizer_in_backward.speculation, time.monotonic() + 0.2
+    """Give updates time before the step, however busy processors and disk are: to begin on the host, to end on disk."""
+    in_backward, until_s = engine._core.optimizer_in_backward, time.monotonic() + 0.2
+    speculation = in_backward.speculation
     host, disk = speculation._host, speculation._disk
     while time.monotonic() < until_s:
         begun = any(update.begun.is_set() for update in host._updates.values()) if host is not None else False
@@ -72,6 +73,7 @@ def let_updates_begin(engine: Engine) -> None:
         if begun or not (queued or (host is not None and host._updates)):
             return
         speculation.progress()
+        in_backward.optimizer_step.progress()
         time.sleep(0.001)
 
 

@@ -47,8 +47,7 @@ def test_updates_from_disk_that_the_step_confirms_are_committed(tmp_path, fast_d
 @pytest.mark.parametrize("event", EVENTS)
 def test_whatever_happens_before_the_step_is_seen(event, tmp_path, fast_disk):
     script = loop([[]] * 3 + [[event], [], [], [event], []], [1] * 8)
-    # Beside others 1 run of 28 did not speculate at all, with equal bits; why is not known. It tells nothing.
-    assert any(compare(script, device="cpu", **budgets(tmp_path)).speculated for _ in range(4))
+    assert compare(script, device="cpu", **budgets(tmp_path)).speculated > 0
 
 
 def test_a_disk_without_room_for_spare_pages_is_no_error(tmp_path, caplog, fast_disk):
