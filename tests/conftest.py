@@ -44,6 +44,8 @@ def pytest_configure(config):
 
 
 LONGEST = (
+    "each_way_of_checkpointing",
+    "a_thousand_runs",
     "test_gpu_rehearsal.py",
     "test_own_process",
     "test_the_measured_process",
