@@ -1,4 +1,4 @@
-"""Sizes of tests: `make test` runs a quarter of the random draws and one precision and budget per case.
+"""Sizes of tests: `make test` runs a sixth of the random draws and one precision and budget per case.
 
 Of the combinations of a test marked `pairwise` it runs some in which every two values of parameters meet.
 `make nightly` runs all.
@@ -13,7 +13,7 @@ from hypothesis import given, settings
 
 NIGHTLY = "nightly"
 """Hypothesis profile of `make nightly`."""
-FAST_SHARE = 4
+FAST_SHARE = 6
 THINNED = ("precision", "ending", "room", "recomputing", "without_grad")
 """Parameters of tests of which `make test` runs one value per case."""
 
@@ -29,7 +29,7 @@ def nightly() -> bool:
 
 
 def draws(count: int) -> int:
-    """Return how many of `count` random cases run: all of them nightly, otherwise a quarter, but at least one."""
+    """Return how many of `count` random cases run: all of them nightly, otherwise a sixth, but at least one."""
     return count if nightly() else -(-count // FAST_SHARE)
 
 
