@@ -245,5 +245,5 @@ def test_what_a_model_or_a_machine_lacks_is_refused():
         estimate(gpt_workload(gpt, 1), machine, Mesh(nodes=2))
     small = with_network(SERVER.network, memory=10**9).model_copy(update={"disk": None})
     huge = gpt_workload(PRESETS["gpt-175b"], 1, True, Mesh(2, 8))
-    with pytest.raises(BudgetError, match=r"hosts and disks of 2 nodes. Try .* more host memory per node$"):
+    with pytest.raises(BudgetError, match=r"the hosts of 2 nodes. Try .* more host memory per node$"):
         estimate(huge, small, Mesh(2, 8))

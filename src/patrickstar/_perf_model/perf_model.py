@@ -244,12 +244,10 @@ def _budget_error(work: Workload, machine: Machine, mesh: Mesh) -> BudgetError:
         for tier, nbytes in needs.items()
         if nbytes is not None
     ]
-    memory = machine.device_memory
+    memory, other = machine.device_memory, f"{format_size(work.non_model_bytes)} of non-model data"
     if work.non_model_bytes + work.working_bytes > memory:
-        problem = (
-            f"{format_size(work.non_model_bytes)} of non-model data and {format_size(work.working_bytes)} of "
-            f"parameters used at the same time exceed the device memory of {format_size(memory)}"
-        )
+        used = f"{format_size(work.working_bytes)} of parameters used at the same time"
+        problem = f"{other} and {used} exceed the device memory of {format_size(memory)}"
         remedies = [
             *(["a smaller batch"] if work.batch > 1 else []),
             *([] if work.checkpointing else ["activation checkpointing"]),
@@ -258,7 +256,8 @@ def _budget_error(work: Workload, machine: Machine, mesh: Mesh) -> BudgetError:
     else:
         nbytes = StepProgram(work, machine, mesh).nbytes * mesh.processes
         devices = f"{mesh.processes} devices" if mesh.processes > 1 else "the device"
-        below = "the host and its disk" if mesh.nodes == 1 else f"the hosts and disks of {mesh.nodes} nodes"
-        problem = f"the model data of {format_size(round(nbytes))} do not fit on {devices}, {below}"
+        disk = "" if machine.disk is None else " with its disk" if mesh.nodes == 1 else " with disks"
+        below = f"the host{disk}" if mesh.nodes == 1 else f"the hosts{disk} of {mesh.nodes} nodes"
+        problem = f"{format_size(round(nbytes))} of model data and {other} do not fit on {devices} and {below}"
     short = min((nbytes for nbytes in needs.values() if nbytes is not None), default=None)
     return BudgetError(f"{problem}. Try {', or '.join(remedies) or 'more device memory and more host memory'}", short)

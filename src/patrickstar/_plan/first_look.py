@@ -43,6 +43,6 @@ def first_look(name: str, sequence: int, search: Search) -> str | None:
     found = estimate(work, search.budgets(search.machine, mesh), mesh)
     return (
         f"{name}: {model.params / 1e9:.2f} billion parameters have {format_size(found.model_data_bytes)} of model data"
-        f"{' per process' if mesh.processes > 1 else ''}, which fit; a step of {batch} x {sequence:,} tokens takes at "
-        f"least {format_seconds(found.bound_s)}, because of {found.busiest.name}. The fastest batch is sought ..."
+        f"{' per process' if mesh.processes > 1 else ''}, which fit without activations; {batch} x {sequence:,} tokens "
+        f"take at least {format_seconds(found.bound_s)}, because of {found.busiest.name}. The fastest batch is sought"
     )
