@@ -51,6 +51,15 @@ def test_the_first_sums_of_gradients_find_room(folder, before):
     tiers.compare(shape.build, config, script)
 
 
+def test_activations_may_need_the_disk_though_memory_holds_all_chunks(tmp_path):
+    """A disk that is configured is there for them: memory enough for the chunks alone turns no run into a refusal."""
+    config = options("fp32", device_memory=180_000, host_memory=330_000)  # chunks have 405,504 bytes
+    script = lambda trainer, optimizer: train(trainer, inputs(4))  # noqa: E731
+    with small_engine(blocks, config, meter=Waves(160_000)) as engine, pytest.raises(BudgetError, match="host is full"):
+        script(engine, engine.optimizer)
+    tiers.compare(blocks, config.model_copy(update={"disk": ps.Disk(tmp_path)}), script, meter=Waves(160_000))
+
+
 def recurrent(m, x):
     """Use several parameters in one operator, and an embedding whose weight stays on the host."""
     ids = (x.float().abs() * 100).long() % 500 if x.is_floating_point() else x

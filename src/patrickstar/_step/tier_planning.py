@@ -106,7 +106,7 @@ def plan_tiers(
     library_bytes: int = 0,
     fragmentation: Fragmentation = NO_FRAGMENTATION,
 ) -> TierPlan:
-    """Plan the initial placement, and create the swap file if memory can't hold all chunks and a disk is configured.
+    """Plan the initial placement, and create the swap file if a disk is configured and a step may need it.
 
     Args:
         memory: Device and host budgets in bytes.
@@ -134,7 +134,8 @@ def plan_tiers(
     if optimizer.updates_together and any(tiers.optimizer is not Tier.HOST for tiers in (in_memory or {}).values()):
         in_memory = None
     free = hardware.free_disk_bytes(Path(config.disk.directory)) // sharing if config.disk is not None else 0
-    if config.disk is None or in_memory is not None:
+    # Activations may leave no chunk on the device: only what the host holds alone never needs the disk.
+    if config.disk is None or (in_memory is not None and layout.model_data_bytes <= host):
         check(Budgets(device, host), buffers + gradients, libraries, update_bytes)
         assert in_memory is not None, "budgets were checked"
         return TierPlan(in_memory, buffer_bytes=buffers, staging_bytes=buffers)
@@ -144,14 +145,13 @@ def plan_tiers(
     numel = max(layout.chunk_numel, *(chunk.own_numel for chunk in layout.chunks))
     largest = numel * max(MASTER_BYTES, *(spec.itemsize for chunk in layout.chunks for spec in chunk.schema.lists))
     page_bytes = min(page_bytes, round_up(largest))
-    delayed = isinstance(config.update, Delayed)
     # Pages of the narrowest list that an update reads are whole blocks too.
     itemsizes = (spec.itemsize for chunk in layout.chunks for spec in chunk.schema.optimizer_lists)
     narrowest = min(itemsizes, default=MASTER_BYTES)
     page_bytes = max(page_bytes, MASTER_BYTES // narrowest * BLOCK_BYTES)
     io_bytes = page_bytes * (STAGES + 1)
     # Master and gradient list, beside the optimizer states.
-    lists = 2 + len(config.optimizer.states) + delayed
+    lists = 2 + len(config.optimizer.states) + isinstance(config.update, Delayed)
     room = host - io_bytes - sum(chunk.shard_bytes for chunk in layout.chunks)
     uncut = {rule.kinds for rule in rules if not rule.by_pages}
     whole = [chunk for chunk in layout.chunks if chunk.schema.trained and chunk.schema.state_kinds in uncut]
