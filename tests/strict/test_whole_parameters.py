@@ -45,7 +45,7 @@ def run_schedule(seed: int, directory) -> str:
         return next(param.optimizer_tier for param in engine.inspect().parameters if param.name == "turned")
 
 
-@pytest.mark.parametrize("seeds", some_are_slow(100, fast=4))
+@pytest.mark.parametrize("seeds", some_are_slow(100, fast=6))
 def test_no_schedule_changes_results(seeds, tmp_path):
     tiers, refused = set(), []
     for seed in seeds:
