@@ -247,7 +247,7 @@ def plan(
         ),
     ] = None,
     device_memory: Annotated[str | None, typer.Option(help="Memory budget of each GPU. Default: its memory.")] = None,
-    host_memory: Annotated[str | None, typer.Option(help="Memory budget of each host. Default: its memory.")] = None,
+    host_memory: Annotated[str | None, typer.Option(help="Memory that each host has; a part stays free.")] = None,
     disk: Annotated[
         str | None, typer.Option(help="Drive of each host: capacity, and rates if known, such as 1TB:7GB/s.")
     ] = None,
@@ -289,7 +289,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
     traceback: Annotated[bool, typer.Option("--traceback", help="Print the traceback of an error.")] = False,
 ) -> None:
-    """Predict whether a model fits a machine or a cluster, how fast it trains, and what limits it. Nothing is run."""
+    """Predict whether a model fits a machine or a cluster, how fast it trains, what limits it. Nothing is trained."""
     arguments = locals()
     with _reported_errors(traceback):
         from patrickstar._cli.early_checks import refuse_unwritable

@@ -69,7 +69,7 @@ def _step_rows(plan: Prediction) -> list[tuple[str, str]]:
     found.append(
         (
             "estimate",
-            f"{format_seconds(best.seconds)} per step at best, of which the busiest resource alone takes "
+            f"{format_seconds(best.seconds)} per step, of which the busiest resource alone takes "
             f"{format_seconds(best.bound_s)}: "
             f"{plan.limited_by}",
         )

@@ -66,8 +66,9 @@ def find_planned_model(
         return planned_shape(name, replace(presets[name], sequence=sequence), capacity_factor)
     if name not in {*PRESETS, *EXPERT_PRESETS} and find_open_model(name) is None and not Path(name).exists():
         known = [*presets, *EXPERT_PRESETS, *OPEN_MODELS]
-        nearest = get_close_matches(name.lower(), known, n=3, cutoff=0.3) or known
-        raise ConfigError(f"{name!r} is neither a known model nor a file; did you mean {', '.join(nearest)}?")
+        nearest = get_close_matches(name.lower(), known, n=3, cutoff=0.3)
+        hint = f"did you mean {', '.join(nearest)}?" if nearest else f"known are {', '.join(known)}"
+        raise ConfigError(f"{name!r} is neither a known model nor a file; {hint}")
     if capacity_factor is not None:
         raise ConfigError(
             f"--capacity-factor {capacity_factor:g} is for presets with experts: {', '.join(MOE_PRESETS)}"

@@ -130,9 +130,8 @@ class Search:
         if not self.dry_run or model.traced is None or mesh.nodes > 1 or mesh.lockstep:
             return best, None
         self.tell(
-            f"estimate: a step of {best.workload.batch} x {model.sequence:,} tokens takes "
-            f"{format_seconds(best.seconds)} at best, because of {best.busiest.name}. The engine runs it on "
-            "the simulated machine ..."
+            f"estimate: a step of {best.workload.batch} x {model.sequence:,} tokens takes about "
+            f"{format_seconds(best.seconds)}, because of {best.busiest.name}. The engine runs it on the simulated machine ..."
         )
         self.say("the engine runs the step on the simulated machine")
         traced = model.traced()
