@@ -131,7 +131,7 @@ class Search:
             return best, None
         self.tell(
             f"estimate: a step of {best.workload.batch} x {model.sequence:,} tokens takes about "
-            f"{format_seconds(best.seconds)}, because of {best.busiest.name}. The engine runs it on the simulated machine ..."
+            f"{format_seconds(best.seconds)}, because of {best.busiest.name}. The engine runs it, simulated ..."
         )
         self.say("the engine runs the step on the simulated machine")
         traced = model.traced()
