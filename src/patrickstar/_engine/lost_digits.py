@@ -27,7 +27,7 @@ def warn_of_lost_digits(params: Iterable[ManagedParam]) -> None:
     _log.warning(
         "engine.close(): %d frozen parameters, %s elements, come back in %s, as chunks held them: %s of %s, from %r "
         "on. Digits that %s does not have are lost. To merge adapters without this loss, save them, load the base "
-        "model again and merge there: PeftModel.from_pretrained(base, folder).merge_and_unload()",
+        "model again, in fp32, and merge there: PeftModel.from_pretrained(base, adapters).merge_and_unload()",
         len(found),
         f"{sum(managed.numel for managed in found):,}",
         dtypes,
