@@ -145,7 +145,7 @@ def test_a_merge_into_the_base_of_the_file_loses_nothing(tmp_path, caplog):
     one.train()
     one.save_model(tmp_path / "adapters")
     one.engine.close()
-    assert "frozen parameters" in caplog.text and "PeftModel.from_pretrained(base, folder)" in caplog.text
+    assert "frozen parameters" in caplog.text and "PeftModel.from_pretrained(base, adapters)" in caplog.text
     saved = peft.utils.load_peft_weights(tmp_path / "adapters", device="cpu")
     a, b = (saved[f"base_model.model.{name.removesuffix('.weight')}.lora_{part}.weight"] for part in "AB")
     delta = model.peft_config["default"].lora_alpha / 4 * (b @ a).T
