@@ -247,7 +247,7 @@ def plan(
         ),
     ] = None,
     device_memory: Annotated[str | None, typer.Option(help="Memory budget of each GPU. Default: its memory.")] = None,
-    host_memory: Annotated[str | None, typer.Option(help="Memory that each host has; a part stays free.")] = None,
+    host_memory: Annotated[str | None, typer.Option(help="Memory that each host has. Default: its own.")] = None,
     disk: Annotated[
         str | None, typer.Option(help="Drive of each host: capacity, and rates if known, such as 1TB:7GB/s.")
     ] = None,
