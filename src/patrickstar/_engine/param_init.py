@@ -219,7 +219,9 @@ def move_params(
             )
             flat = _own_elements(managed, weights)
             managed.given_dtype = flat.dtype
+            manager.ensure_in_memory(own)  # room for its other lists and buffers may have been made with it
             managed.flat(own).copy_(flat)
+            manager.mark_written(own, on_device=own.device_valid)
             if managed.schema.trained:
                 for where, part in data.parts(managed, PARAM32, write=True):
                     part.copy_(flat[where])
