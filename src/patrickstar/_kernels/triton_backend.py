@@ -1,7 +1,6 @@
 """Triton backend: one pass over device memory per update."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from itertools import accumulate
@@ -12,8 +11,8 @@ import torch
 from patrickstar._kernels.averaged import AveragedRule
 from patrickstar._kernels.cpp_backend import Unavailable
 from patrickstar._kernels.grad_norm import BLOCK_NUMEL, GradStats
+from patrickstar._kernels.joined_spans import joined
 from patrickstar._kernels.update_rule import Gradient, Rule, Span, rounded
-from patrickstar._layout.chunk_mapping import ALIGN_NUMEL
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PROGRAM_NUMEL = 1024
@@ -80,7 +79,7 @@ class TritonBackend:
     def update(self, spans: Sequence[Span], scales: Sequence[float]) -> None:
         factors = _factors(scales)
         scalars: dict[Rule, tuple[float, ...]] = {}
-        for span in _joined(spans):
+        for span in joined(spans):
             rule = span.rule
             assert rule.code is not None, f"{type(rule).__name__} is not among Triton's kernels"
             if rule not in scalars:
@@ -165,70 +164,6 @@ def _elements_between(first: torch.Tensor | None, second: torch.Tensor | None) -
     if first is None or second is None:
         return 0
     return (second.data_ptr() - first.data_ptr()) // first.itemsize
-
-
-def _joined(spans: Sequence[Span]) -> Iterator[Span]:
-    """Join spans with one rule that lie behind each other in their chunks, so that one launch updates them.
-
-    What lies between them is less than a parameter's alignment: elements of no parameter. They are updated, too.
-    """
-    run: list[Span] = []
-    places: list[list[int]] = []
-    for span in spans:
-        if span.numel == 0:
-            continue
-        lists = _lists(span)
-        addresses = [each.data_ptr() for each in lists]
-        if run and not _follows(run, places, span, lists, addresses):
-            yield from _whole(run)
-            run, places = [], []
-        run.append(span)
-        places.append(addresses)
-    if run:
-        yield from _whole(run)
-
-
-def _follows(
-    run: Sequence[Span], places: Sequence[list[int]], span: Span, lists: list[torch.Tensor], addresses: list[int]
-) -> bool:
-    """Return whether a span's lists lie behind those of a run's last span, each as many elements behind."""
-    last, earlier = run[-1], places[-1]
-    step = (addresses[0] - earlier[0]) // span.param.itemsize
-    return (
-        last.numel <= step < last.numel + ALIGN_NUMEL
-        and len(addresses) == len(earlier)
-        and [each.dtype for each in lists] == [each.dtype for each in _lists(last)]
-        and all(
-            address - before == step * each.itemsize
-            for address, before, each in zip(addresses, earlier, lists, strict=True)
-        )
-        and span.rule == last.rule
-    )
-
-
-def _whole(run: Sequence[Span]) -> Sequence[Span]:
-    """Return one span for a run of them; the run itself if it is not one memory."""
-    first, last = run[0], run[-1]
-    numel = (last.param.data_ptr() - first.param.data_ptr()) // first.param.itemsize + last.numel
-    ends = [(each.storage_offset() + numel) * each.itemsize for each in _lists(first)]
-    sizes = [each.untyped_storage().nbytes() for each in _lists(first)]
-    if len(run) == 1 or any(end > size for end, size in zip(ends, sizes, strict=True)):
-        return run
-
-    def whole(values: torch.Tensor) -> torch.Tensor:
-        return values.as_strided((numel,), (1,))
-
-    accumulated = first.grad.accumulated
-    grad = replace(
-        first.grad, latest=whole(first.grad.latest), accumulated=None if accumulated is None else whole(accumulated)
-    )
-    states = tuple(whole(state) for state in first.states)
-    return [replace(first, param=whole(first.param), grad=grad, master=whole(first.master), states=states)]
-
-
-def _lists(span: Span) -> list[torch.Tensor]:
-    tensors = (span.param, span.grad.latest, span.grad.accumulated, span.master, *span.states)
-    return [tensor for tensor in tensors if tensor is not None]
 
 
 def _factors(scales: Sequence[float]) -> tuple[float, ...]:

@@ -2,7 +2,7 @@
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,6 +14,7 @@ from patrickstar._hardware.job_queue import WorkerTransfer
 from patrickstar._hardware.transfer import Transfer
 from patrickstar._hardware.worker_pool import WorkerPool
 from patrickstar._kernels.dispatch import Kernels
+from patrickstar._kernels.joined_spans import joined
 from patrickstar._kernels.update_rule import Span
 from patrickstar._step.running_updates import UpdateGroup
 from patrickstar._tiers.host_tier import HostTier
@@ -87,6 +88,8 @@ class StreamedUpdate(Transfer):
     job: WorkerTransfer | None = None
     uploaded: torch.Event | None = None
     """Event behind the parameters that were copied to the device last."""
+    memory: torch.Tensor | None = None
+    """Bytes of the buffers, which stay where they are while it runs."""
 
     @property
     def done(self) -> bool:
@@ -119,7 +122,7 @@ class StreamedUpdate(Transfer):
     def _order(self) -> None:
         if self.uploaded is not None:
             self.accelerator.order(self.uploaded)
-        self.spans, self.bind = (), None
+        self.spans, self.bind, self.memory = (), None, None
 
 
 @dataclass(eq=False)
@@ -211,12 +214,14 @@ class StreamedUpdates:
             return
         for copy in update.copies:
             copy.wait()
+        update.memory = self._host_tier.view(self._block, torch.uint8)
         on_host = [span for span in bound if _is_on_host(span)]
-        pieces = deque(_cut([span for span in bound if not _is_on_host(span)], self._buffer_numel))
+        beside = [span for span in bound if not _is_on_host(span)]
+        pieces = deque(_cut(joined(beside), self._buffer_numel))
         arriving: deque[_Part] = deque()
         in_kernel: deque[tuple[_Part, UpdateGroup]] = deque()
         try:
-            with self._kernel_turn(pieces, arriving, update.ready), ExitStack() as record:
+            with self._kernel_turn(pieces, arriving, update), ExitStack() as record:
                 self.kernels.update(on_host, update.scales)
                 while pieces or arriving or in_kernel:
                     if arriving and arriving[0].has_arrived and self._takes(arriving[0], len(in_kernel)):
@@ -226,7 +231,7 @@ class StreamedUpdates:
                         in_kernel.append((part, UpdateGroup(self.kernels.start([part.span], update.scales))))
                         arriving.popleft()
                     elif pieces and self._free and len(arriving) + len(in_kernel) < self._ahead:
-                        self._download_next(pieces, arriving, update.ready)
+                        self._download_next(pieces, arriving, update)
                         if not pieces:
                             self._let_next_copy()
                     elif in_kernel:
@@ -251,7 +256,7 @@ class StreamedUpdates:
                 self._give_back(part.number)
 
     @contextmanager
-    def _kernel_turn(self, pieces: deque[Span], arriving: deque[_Part], ready: torch.Event) -> Iterator[None]:
+    def _kernel_turn(self, pieces: deque[Span], arriving: deque[_Part], update: StreamedUpdate) -> Iterator[None]:
         """Return a context in which an update has the kernel; before it, start to copy the first pieces."""
         with self._changed:
             self._turns.append(arriving)
@@ -259,7 +264,7 @@ class StreamedUpdates:
             while not self._has_kernel(arriving):
                 with self._changed:
                     self._changed.wait_for(lambda: self._has_kernel(arriving) or self._may_copy(pieces, arriving))
-                self._download_next(pieces, arriving, ready)
+                self._download_next(pieces, arriving, update)
             self._all_copied = not pieces
             yield
         finally:
@@ -293,22 +298,23 @@ class StreamedUpdates:
     def _buffer_numel(self, span: Span) -> int:
         return self._buffer_bytes // span.param.itemsize if span.rule.by_pages else span.numel
 
-    def _download_next(self, pieces: deque[Span], arriving: deque[_Part], ready: torch.Event) -> None:
+    def _download_next(self, pieces: deque[Span], arriving: deque[_Part], update: StreamedUpdate) -> None:
         """Start to copy the gradient of the next piece, if there are one and a buffer."""
         with self._changed:
             if not pieces or not self._free:
                 return
             number = self._free.popleft()
         try:
-            arriving.append(self._download(number, pieces[0], ready))
+            arriving.append(self._download(number, pieces[0], update))
             pieces.popleft()
         except BaseException:
             self._give_back(number)
             raise
 
-    def _download(self, number: int, span: Span, ready: torch.Event) -> _Part:
-        memory = self._host_tier.view(self._block, torch.uint8)[number * self._buffer_bytes :]
-        buffer = memory[: span.numel * span.param.itemsize].view(span.param.dtype)
+    def _download(self, number: int, span: Span, update: StreamedUpdate) -> _Part:
+        assert update.memory is not None, "the update runs"
+        first = number * self._buffer_bytes
+        buffer = update.memory[first : first + span.numel * span.param.itemsize].view(span.param.dtype)
         used, grad = self._used[number], span.grad
         if span.param.device == span.master.device:
             param, target = span.param, None
@@ -319,7 +325,7 @@ class StreamedUpdates:
                 self.accelerator.wait(used)
             return _Part(replace(span, param=param), target, number, None)
         with self.accelerator.use(self._down, after_current=False):
-            self.accelerator.order(ready)
+            self.accelerator.order(update.ready)
             if used is not None:
                 self.accelerator.order(used)
             buffer.copy_(grad.latest, non_blocking=True)
@@ -351,9 +357,12 @@ def _is_on_host(span: Span) -> bool:
     return span.param.device == span.grad.latest.device == span.master.device
 
 
-def _cut(spans: Sequence[Span], length: Callable[[Span], int]) -> Iterator[Span]:
+def _cut(spans: Iterable[Span], length: Callable[[Span], int]) -> Iterator[Span]:
     """Yield the parts of spans, each of at most `length(span)` elements."""
     for span in spans:
         step = max(1, length(span))
+        if 0 < span.numel <= step:
+            yield span
+            continue
         for first in range(0, span.numel, step):
             yield span.page(slice(first, first + step))
