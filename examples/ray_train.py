@@ -66,7 +66,9 @@ def main(options: Sequence[str] | None = None) -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--folder", default="runs/ray", help="folder of the checkpoints, which all workers share")
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--device-memory", default="1MiB", help="budget of each worker")
+    # Libraries need 66 MiB of a GPU's budget.
+    smallest = "96MiB" if torch.cuda.is_available() else "1MiB"
+    parser.add_argument("--device-memory", default=smallest, help="budget of each worker")
     parser.add_argument("--fail-after", type=int, help="step after which the last worker ends, once")
     args = parser.parse_args(options)
 

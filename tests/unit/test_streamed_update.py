@@ -21,7 +21,7 @@ from patrickstar.testing import assert_same_bits
 
 RULE = AdamRule(1e-2, 0.9, 0.999, 1e-8, 0.1, decoupled=True, step=2)
 PIECE_NUMEL = 1 << 14
-"""Elements of a piece in place of 2^22, whose updates take seconds."""
+"""Elements of a piece in place of 2^24, whose updates take seconds."""
 
 
 def span(numel, earlier=False):

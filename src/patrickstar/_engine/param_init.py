@@ -219,11 +219,8 @@ def move_params(
             )
             flat = _own_elements(managed, weights)
             managed.given_dtype = flat.dtype
-            manager.ensure_in_memory(own)  # room for its other lists and buffers may have been made with it
-            managed.flat(own).copy_(flat)
-            manager.mark_written(own, on_device=own.device_valid)
-            if managed.schema.trained:
-                for where, part in data.parts(managed, PARAM32, write=True):
+            for kind in (own.kind, PARAM32) if managed.schema.trained else (own.kind,):
+                for where, part in data.parts(managed, kind, write=True):  # both may be on disk by now
                     part.copy_(flat[where])
             if param.is_meta or param.device.type != data.manager.device.type or param.dtype != chunk.dtype:
                 replace_data(param, torch.empty(0, dtype=chunk.dtype, device=chunk.device))

@@ -11,8 +11,7 @@ import torch
 from patrickstar._kernels.averaged import AveragedRule
 from patrickstar._kernels.cpp_backend import Unavailable
 from patrickstar._kernels.grad_norm import BLOCK_NUMEL, GradStats
-from patrickstar._kernels.joined_spans import joined
-from patrickstar._kernels.update_rule import Gradient, Rule, Span, rounded
+from patrickstar._kernels.update_rule import Gradient, Rule, Span, joined, rounded
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PROGRAM_NUMEL = 1024

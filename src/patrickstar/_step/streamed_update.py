@@ -14,8 +14,7 @@ from patrickstar._hardware.job_queue import WorkerTransfer
 from patrickstar._hardware.transfer import Transfer
 from patrickstar._hardware.worker_pool import WorkerPool
 from patrickstar._kernels.dispatch import Kernels
-from patrickstar._kernels.joined_spans import joined
-from patrickstar._kernels.update_rule import Span
+from patrickstar._kernels.update_rule import Span, joined
 from patrickstar._step.running_updates import UpdateGroup
 from patrickstar._tiers.host_tier import HostTier
 
@@ -37,14 +36,14 @@ from patrickstar._tiers.host_tier import HostTier
 # A buffer is filled again once its parameters have been copied to the device: the stream of the gradients waits for
 # that.
 
-PIECE_NUMEL = 1 << 22
-"""Elements per copy. A host with 100 GB/s updates them in 1.2 ms: many times a worker thread's own work for a piece,
-and the latency of a copy. On an H200 with 16 cores, whose kernel alone runs at 112 GB/s, a step updated at 66 GB/s with
-pieces of 2^20, and at 93 with these (benchmarks/results/second-gpu-run.md)."""
+PIECE_NUMEL = 1 << 24
+"""Elements per copy. A host with 100 GB/s updates them in 5 ms: many times a worker thread's own work for a piece, and
+the latency of a copy. Worker threads and backward's Python code take turns with the interpreter: beside pieces of 2^22
+elements backward took three times as long (benchmarks/results/third-gpu-run.md)."""
 THREADS = 2
 """One has the kernel, and one the first pieces of the next update."""
-IN_KERNEL = 4
-"""Pieces that the kernel has: one that runs, and the next ones. A worker thread that lacks the interpreter waits for up
+IN_KERNEL = 2
+"""Pieces that the kernel has: one that runs, and the next one. A worker thread that lacks the interpreter waits for up
 to its switch interval, 5 ms; meanwhile the kernel goes on with these."""
 FIRST = 2
 """Pieces of the next update that are copied while this one has more to copy."""
@@ -88,8 +87,6 @@ class StreamedUpdate(Transfer):
     job: WorkerTransfer | None = None
     uploaded: torch.Event | None = None
     """Event behind the parameters that were copied to the device last."""
-    memory: torch.Tensor | None = None
-    """Bytes of the buffers, which stay where they are while it runs."""
 
     @property
     def done(self) -> bool:
@@ -122,7 +119,7 @@ class StreamedUpdate(Transfer):
     def _order(self) -> None:
         if self.uploaded is not None:
             self.accelerator.order(self.uploaded)
-        self.spans, self.bind, self.memory = (), None, None
+        self.spans, self.bind = (), None
 
 
 @dataclass(eq=False)
@@ -214,14 +211,12 @@ class StreamedUpdates:
             return
         for copy in update.copies:
             copy.wait()
-        update.memory = self._host_tier.view(self._block, torch.uint8)
         on_host = [span for span in bound if _is_on_host(span)]
-        beside = [span for span in bound if not _is_on_host(span)]
-        pieces = deque(_cut(joined(beside), self._buffer_numel))
+        pieces = deque(_cut(joined([span for span in bound if not _is_on_host(span)]), self._buffer_numel))
         arriving: deque[_Part] = deque()
         in_kernel: deque[tuple[_Part, UpdateGroup]] = deque()
         try:
-            with self._kernel_turn(pieces, arriving, update), ExitStack() as record:
+            with self._kernel_turn(pieces, arriving, update.ready), ExitStack() as record:
                 self.kernels.update(on_host, update.scales)
                 while pieces or arriving or in_kernel:
                     if arriving and arriving[0].has_arrived and self._takes(arriving[0], len(in_kernel)):
@@ -231,7 +226,7 @@ class StreamedUpdates:
                         in_kernel.append((part, UpdateGroup(self.kernels.start([part.span], update.scales))))
                         arriving.popleft()
                     elif pieces and self._free and len(arriving) + len(in_kernel) < self._ahead:
-                        self._download_next(pieces, arriving, update)
+                        self._download_next(pieces, arriving, update.ready)
                         if not pieces:
                             self._let_next_copy()
                     elif in_kernel:
@@ -256,7 +251,7 @@ class StreamedUpdates:
                 self._give_back(part.number)
 
     @contextmanager
-    def _kernel_turn(self, pieces: deque[Span], arriving: deque[_Part], update: StreamedUpdate) -> Iterator[None]:
+    def _kernel_turn(self, pieces: deque[Span], arriving: deque[_Part], ready: torch.Event) -> Iterator[None]:
         """Return a context in which an update has the kernel; before it, start to copy the first pieces."""
         with self._changed:
             self._turns.append(arriving)
@@ -264,7 +259,7 @@ class StreamedUpdates:
             while not self._has_kernel(arriving):
                 with self._changed:
                     self._changed.wait_for(lambda: self._has_kernel(arriving) or self._may_copy(pieces, arriving))
-                self._download_next(pieces, arriving, update)
+                self._download_next(pieces, arriving, ready)
             self._all_copied = not pieces
             yield
         finally:
@@ -298,23 +293,22 @@ class StreamedUpdates:
     def _buffer_numel(self, span: Span) -> int:
         return self._buffer_bytes // span.param.itemsize if span.rule.by_pages else span.numel
 
-    def _download_next(self, pieces: deque[Span], arriving: deque[_Part], update: StreamedUpdate) -> None:
+    def _download_next(self, pieces: deque[Span], arriving: deque[_Part], ready: torch.Event) -> None:
         """Start to copy the gradient of the next piece, if there are one and a buffer."""
         with self._changed:
             if not pieces or not self._free:
                 return
             number = self._free.popleft()
         try:
-            arriving.append(self._download(number, pieces[0], update))
+            arriving.append(self._download(number, pieces[0], ready))
             pieces.popleft()
         except BaseException:
             self._give_back(number)
             raise
 
-    def _download(self, number: int, span: Span, update: StreamedUpdate) -> _Part:
-        assert update.memory is not None, "the update runs"
-        first = number * self._buffer_bytes
-        buffer = update.memory[first : first + span.numel * span.param.itemsize].view(span.param.dtype)
+    def _download(self, number: int, span: Span, ready: torch.Event) -> _Part:
+        memory = self._host_tier.view(self._block, torch.uint8)[number * self._buffer_bytes :]
+        buffer = memory[: span.numel * span.param.itemsize].view(span.param.dtype)
         used, grad = self._used[number], span.grad
         if span.param.device == span.master.device:
             param, target = span.param, None
@@ -325,7 +319,7 @@ class StreamedUpdates:
                 self.accelerator.wait(used)
             return _Part(replace(span, param=param), target, number, None)
         with self.accelerator.use(self._down, after_current=False):
-            self.accelerator.order(update.ready)
+            self.accelerator.order(ready)
             if used is not None:
                 self.accelerator.order(used)
             buffer.copy_(grad.latest, non_blocking=True)
@@ -358,11 +352,8 @@ def _is_on_host(span: Span) -> bool:
 
 
 def _cut(spans: Iterable[Span], length: Callable[[Span], int]) -> Iterator[Span]:
-    """Yield the parts of spans, each of at most `length(span)` elements."""
+    """Yield the parts of spans that have elements, each of at most `length(span)` elements."""
     for span in spans:
         step = max(1, length(span))
-        if 0 < span.numel <= step:
-            yield span
-            continue
-        for first in range(0, span.numel, step):
-            yield span.page(slice(first, first + step))
+        parts = (span.page(slice(first, first + step)) for first in range(0, span.numel, step))
+        yield from [span] if span.numel <= step else parts
