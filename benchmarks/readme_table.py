@@ -119,7 +119,7 @@ def on_a_gpu() -> Row:
     """Return the row of the run on a GPU."""
     text = (RESULTS / "gpu-steps-cuda.md").read_text()
     steps = dict(re.findall(r"^\| 3b-4x2048, (\w+) \|.*?([\d.]+) s per step", text, re.M))
-    limit = re.search(r"^\| limit \| ([\d.]+)", (RESULTS / "second-gpu-run.md").read_text(), re.M)
+    limit = re.search(r"^\| limit \| ([\d.]+)", (RESULTS / "third-gpu-run.md").read_text(), re.M)
     assert limit is not None
     return Row(
         "Llama 3B on an H200, 24 GiB of it, clipped, 8,192 tokens: a step",
@@ -127,6 +127,7 @@ def on_a_gpu() -> Row:
         f"{limit[1]} s: backward, then the update at the host's rate",
         plain=f"{float(steps['plain']):.2f} s, 66 GiB",
         fsdp2=f"{float(steps['fsdp2']):.2f} s, 19 GiB",
+        deepspeed=f"{float(steps['deepspeed']):.2f} s, 28 GiB",
     )
 
 

@@ -129,3 +129,9 @@ def test_random_loops(seeds, room, sluggish, tmp_path):
         sluggish(random.Random(seed).choice([0.0, 0.5, 0.9, 1.0]), seed)
         tested += run_random(seed, tmp_path, device="strict", **({} if room else IN_MEMORY))
     assert tested > len(seeds) // 4
+
+
+def test_room_for_its_buffers_may_be_made_with_the_parameters_of_a_chunk(tmp_path):
+    """Their values are written where the chunk is by then: on disk."""
+    strict_device.configure(seed=3)
+    assert run_random(3, tmp_path, device="strict")
