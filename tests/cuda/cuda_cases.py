@@ -21,7 +21,7 @@ from toys import outcome, train
 
 import patrickstar as ps
 from patrickstar._engine.engine import Engine
-from patrickstar._hardware.accelerator import Accelerator
+from patrickstar._hardware.accelerator import TorchDevice
 from patrickstar._hardware.cuda_accelerator import CudaAccelerator
 from patrickstar._layout.byte_size import parse_size
 from patrickstar._tiers.hardware import Hardware
@@ -110,7 +110,7 @@ def memory_limit(more_bytes: int):
     """Limit the allocator temporarily to `more_bytes` more than it holds."""
     torch.accelerator.empty_cache()
     if not ON_GPU:
-        reserved_bytes = Accelerator(DEVICE).allocator_stats().reserved_bytes
+        reserved_bytes = TorchDevice(DEVICE).allocator_stats().reserved_bytes
         strict_device.limit(reserved_bytes + more_bytes)
         try:
             yield

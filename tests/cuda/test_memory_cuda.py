@@ -14,7 +14,7 @@ from toys import train
 
 import patrickstar as ps
 from patrickstar._engine.engine import Engine
-from patrickstar._hardware.accelerator import Accelerator
+from patrickstar._hardware.accelerator import TorchDevice
 from patrickstar._hardware.cuda_accelerator import CudaAccelerator
 from patrickstar._hardware.memory_meter import DeviceMeter
 from patrickstar._hardware.workspaces import THREADS
@@ -57,7 +57,7 @@ class PeakMeter(DeviceMeter):
         super().restart()
 
 
-def accelerator() -> Accelerator:
+def accelerator() -> TorchDevice:
     found = Hardware(DEVICE).accelerator
     assert found is not None
     return found

@@ -23,7 +23,7 @@ from torch import nn
 
 import patrickstar as ps
 from patrickstar import testing
-from patrickstar._hardware.accelerator import Accelerator
+from patrickstar._hardware.accelerator import TorchDevice
 from patrickstar._schedule.prefetch import AggressivePrefetch, DemandFetch
 from patrickstar.errors import BudgetError
 
@@ -127,7 +127,7 @@ def run(seed: int) -> bool:
         strict_device.configure(seed=seed)
         if room:
             gc.collect()
-            allocated = Accelerator(torch.device("strict")).allocated_bytes
+            allocated = TorchDevice(torch.device("strict")).allocated_bytes
             strict_device.configure(seed=seed, capacity=allocated + int(config.device_memory) + room)
         hooks = dict(page_bytes=4096, prefetch_policy=policy, evict_everything=evict_everything)
         try:

@@ -38,7 +38,7 @@ from typing import Any
 import torch
 
 from patrickstar._hardware import workspaces
-from patrickstar._hardware.accelerator import Accelerator
+from patrickstar._hardware.accelerator import TorchDevice
 from patrickstar._hardware.reserved_limits import ReservedLimits
 from patrickstar._hardware.workspaces import library_bytes
 from patrickstar._schedule.fragmentation import Fragmentation
@@ -187,7 +187,7 @@ def host_waits() -> int:
     return sum(waits[kind] for kind in ("event", "stream", "copy"))
 
 
-class StrictAccelerator(Accelerator):
+class StrictAccelerator(TorchDevice):
     """Accelerator of a strict device, with registered host memory.
 
     Its memory is limited, and its workspaces are counted, as those of a CUDA device.
@@ -225,7 +225,7 @@ class StrictAccelerator(Accelerator):
             extension.unregister_host(address)
 
 
-def _new_accelerator(device: torch.device) -> Accelerator | None:
+def _new_accelerator(device: torch.device) -> TorchDevice | None:
     return StrictAccelerator(device) if device.type == "strict" else None
 
 

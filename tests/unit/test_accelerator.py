@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from patrickstar._hardware.accelerator import Accelerator
+from patrickstar._hardware.accelerator import TorchDevice
 
 
 @pytest.mark.parametrize(
@@ -20,6 +20,6 @@ from patrickstar._hardware.accelerator import Accelerator
 )
 def test_an_accelerator_does_not_count_emulated_bf16(monkeypatch, module, has_it):
     monkeypatch.setattr(torch.accelerator, "device_index", nullcontext)
-    accelerator = object.__new__(Accelerator)
+    accelerator = object.__new__(TorchDevice)
     accelerator.module, accelerator.index = module, 0
     assert accelerator.has_bf16 is has_it

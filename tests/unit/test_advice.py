@@ -9,7 +9,7 @@ import pytest
 from patrickstar._report.advice import advice
 from patrickstar._report.run_file import Run
 from patrickstar._report.stalls import named_stalls
-from patrickstar._schedule.step_timeline import Channel, Moment, Stall, StepTimeline, Work
+from patrickstar._schedule.step_timeline import Channel, ChunkAccess, Stall, StepTimeline, Work
 
 GB = 10**9
 CHUNKS = 10
@@ -59,7 +59,7 @@ def step_of(
             *works(Channel.UPDATE, 14 * GB, 1.0),
         ],
         stalls=[Stall(0.0, seconds - computation_s, "param16[3]")],
-        moments=[Moment(0.0, index, (index,)) for index in range(CHUNKS)],
+        moments=[ChunkAccess(0.0, index, (index,)) for index in range(CHUNKS)],
         phases=[(0.0, "forward"), (0.5, "backward"), (seconds, "step"), (seconds, "")],
         non_model=[(0.0, non_model_bytes)],
     )

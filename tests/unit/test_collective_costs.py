@@ -10,8 +10,8 @@ from patrickstar._perf_model.collective_costs import all_reduce_bytes, exchange_
 from patrickstar._perf_model.experts import Experts
 from patrickstar._perf_model.gpt_costs import Gpt
 from patrickstar._perf_model.linear_program import Variables
-from patrickstar._perf_model.mesh import Mesh, ShardGroup
-from patrickstar._perf_model.model_data import ModelData
+from patrickstar._perf_model.mesh import DataParallelGroup, Mesh
+from patrickstar._perf_model.model_data import ModelDataShare
 from patrickstar._perf_model.param_placement import ShareVariables
 from patrickstar._perf_model.t5_costs import T5
 from patrickstar._perf_model.workload import gpt_workload, t5_workload
@@ -27,7 +27,7 @@ def to_the_byte(measured, exact):
 
 @given(numels, sizes, sizes, st.integers(1, 5))
 def test_two_levels_of_transport_move_the_bytes_of_their_table(numel, shards, replicas, gathers):
-    group, processes = ShardGroup(shards, replicas), shards * replicas
+    group, processes = DataParallelGroup(shards, replicas), shards * replicas
     inside = Fraction(2 * numel * (gathers + 1) * (shards - 1), shards)
     between = Fraction(numel * (replicas - 1), processes)
     assert to_the_byte(shard_bytes(numel, shards, gathers), inside)
@@ -39,7 +39,7 @@ def test_two_levels_of_transport_move_the_bytes_of_their_table(numel, shards, re
 def test_replicas_of_several_nodes_gather_over_the_network(numel, nodes, replicas, gpus):
     shards, processes = nodes * gpus, nodes * gpus * replicas
     variables = Variables(ShareVariables.COUNT)
-    data = ModelData(numel, 2, ShardGroup(shards, replicas, nodes), gpus, variables, 0)
+    data = ModelDataShare(numel, 2, DataParallelGroup(shards, replicas, nodes), gpus, variables, 0)
     gathered = Fraction(6 * numel * (shards - 1), shards)
     exchanged = Fraction(6 * numel * (replicas - 1), processes)
     # One of a node's `gpus` links in a ring leaves it.
@@ -57,7 +57,7 @@ def test_replicas_of_several_nodes_gather_over_the_network(numel, nodes, replica
 @given(numels, sizes, sizes)
 def test_model_data_of_a_process_are_14_bytes_per_owned_element_and_2_of_the_replicas_copy(numel, shards, replicas):
     variables = Variables(ShareVariables.COUNT)
-    data = ModelData(numel, 2, ShardGroup(shards, replicas), shards, variables, 0)
+    data = ModelDataShare(numel, 2, DataParallelGroup(shards, replicas), shards, variables, 0)
     copy = Fraction(2 * numel, shards) if replicas > 1 else 0
     exact = Fraction(14 * numel, shards * replicas) + copy
     assert to_the_byte(data.nbytes, exact)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import strategies as st
 from sampling import fixed_draws
 
-from patrickstar._perf_model.mesh import Mesh, ShardGroup
+from patrickstar._perf_model.mesh import DataParallelGroup, Mesh
 from patrickstar.errors import ConfigError
 
 given = fixed_draws(200)
@@ -36,7 +36,7 @@ def test_groups_have_as_many_processes_as_share_the_parameters(mesh):
     ranks = members(mesh, 0)
     nodes = [rank // mesh.gpus for rank in ranks]
     replicas = [node // mesh.replica_nodes for node in nodes]
-    assert mesh.experts == ShardGroup(
+    assert mesh.experts == DataParallelGroup(
         replicas.count(0), len(set(replicas)), len({node for node in nodes if node < mesh.replica_nodes})
     )
     assert mesh.expert_nodes == len({rank // mesh.gpus for rank in range(mesh.ep)})
@@ -46,9 +46,9 @@ def test_groups_have_as_many_processes_as_share_the_parameters(mesh):
 
 def test_experts_over_all_processes_are_in_groups_of_one():
     mesh = Mesh(nodes=96, gpus=8, ep=768)
-    assert mesh.experts == ShardGroup(1, 1) and mesh.expert_nodes == 96 and mesh.lockstep
-    assert Mesh(nodes=96, gpus=8, tp=2, ep=8).dense == ShardGroup(4, 96)
-    assert Mesh(nodes=96, gpus=8, replica_nodes=96).dense == ShardGroup(768, 1, 96)
+    assert mesh.experts == DataParallelGroup(1, 1) and mesh.expert_nodes == 96 and mesh.lockstep
+    assert Mesh(nodes=96, gpus=8, tp=2, ep=8).dense == DataParallelGroup(4, 96)
+    assert Mesh(nodes=96, gpus=8, replica_nodes=96).dense == DataParallelGroup(768, 1, 96)
     assert not Mesh(nodes=96, gpus=8).lockstep
 
 

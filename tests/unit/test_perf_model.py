@@ -14,7 +14,7 @@ from patrickstar._perf_model.gpt_costs import Gpt
 from patrickstar._perf_model.machine_spec import DiskDrive, Gpu, Host, Links, Machine, find_machine
 from patrickstar._perf_model.mesh import Mesh
 from patrickstar._perf_model.perf_model import best_estimate, estimate, fits, largest_batch, min_extra_bytes
-from patrickstar._perf_model.step_program import Tier
+from patrickstar._perf_model.step_program import MemoryTier
 from patrickstar._perf_model.workload import PARAM_BYTES, STATE_BYTES, UPDATE_BYTES, Workload, gpt_workload
 from patrickstar.errors import BudgetError
 
@@ -180,13 +180,13 @@ def test_the_missing_bytes_are_sufficient_and_minimal(work, machine, processes):
     assume(not fits(work, machine, Mesh(gpus=processes)))
 
     def with_more(tier, nbytes):
-        if tier is not Tier.DISK:
-            part = machine.gpu if tier is Tier.DEVICE else machine.host
-            return changed(machine, "gpu" if tier is Tier.DEVICE else "host", memory=part.memory + nbytes)
+        if tier is not MemoryTier.DISK:
+            part = machine.gpu if tier is MemoryTier.DEVICE else machine.host
+            return changed(machine, "gpu" if tier is MemoryTier.DEVICE else "host", memory=part.memory + nbytes)
         capacity = machine.disk.capacity if machine.disk is not None else 0
         return machine.model_copy(update={"disk": DiskDrive(capacity=capacity + nbytes, read="3GB", write="2GB")})
 
-    missing = {tier: min_extra_bytes(work, machine, Mesh(gpus=processes), tier) for tier in Tier}
+    missing = {tier: min_extra_bytes(work, machine, Mesh(gpus=processes), tier) for tier in MemoryTier}
     sufficient = {tier: more for tier, more in missing.items() if more is not None}
     with pytest.raises(BudgetError) as caught:
         estimate(work, machine, Mesh(gpus=processes))

@@ -1,5 +1,9 @@
-"""Lines of each room have a ceiling, today's figure: it only goes down. A room above it first loses something."""
+"""Lines of each room have a ceiling, today's figure: it only goes down. A room above it first loses something.
 
+A name stands for one class.
+"""
+
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -45,3 +49,10 @@ def test_no_room_has_more_lines_than_its_ceiling():
     assert set(lines) == set(MOST_LINES), "a room without a ceiling, or a ceiling without a room"
     over = {room: f"{lines[room]} of {most}" for room, most in MOST_LINES.items() if lines[room] > most}
     assert not over, f"cut something first, or say in the commit why the room is worth more: {over}"
+
+
+def test_no_two_classes_have_one_name():
+    names = Counter(
+        name for path in SRC.rglob("*.py") for name in re.findall(r"^class ([A-Z]\w*)", path.read_text(), re.M)
+    )
+    assert not [name for name, count in names.items() if count > 1]

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from xxhash import xxh3_64_hexdigest
 
-from patrickstar._hardware.accelerator import Accelerator
+from patrickstar._hardware.accelerator import TorchDevice
 from patrickstar._hardware.direct_io import BLOCK_BYTES, FULL, PAGE_BYTES, free_bytes, reserve, transfer_all, try_direct
 from patrickstar._hardware.transfer import Transfer
 from patrickstar._hardware.vm_pool import round_up
@@ -60,7 +60,7 @@ class DirectWriter:
     """
 
     def __init__(
-        self, path: Path, nbytes: int, *, page_bytes: int = PAGE_BYTES, accelerator: Accelerator | None = None
+        self, path: Path, nbytes: int, *, page_bytes: int = PAGE_BYTES, accelerator: TorchDevice | None = None
     ) -> None:
         assert page_bytes % BLOCK_BYTES == 0, f"page_bytes={page_bytes} is not a multiple of {BLOCK_BYTES}"
         self.path, self.nbytes, self.page_bytes = path, nbytes, page_bytes

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from patrickstar._checkpoint.direct_writer import DirectWriter
-from patrickstar._hardware.accelerator import Accelerator
+from patrickstar._hardware.accelerator import TorchDevice
 from patrickstar._hardware.direct_io import BLOCK_BYTES, PAGE_BYTES
 
 DENSE_ADVICE = "store it dense and convert it in the forward, or register the buffer with persistent=False"
@@ -69,7 +69,7 @@ class SafetensorsFile(DirectWriter):
         *,
         addresses: Mapping[int, int] | None = None,
         page_bytes: int = PAGE_BYTES,
-        accelerator: Accelerator | None = None,
+        accelerator: TorchDevice | None = None,
     ) -> None:
         padded = list(_padded(entries, addresses or {}))
         header = _header(padded, metadata or {})

@@ -16,7 +16,7 @@ from torch.futures import Future
 from patrickstar._checkpoint.atomic_dir import AtomicDir, list_checkpoints
 from patrickstar._checkpoint.manifest import Manifest, ManifestFile, ManifestTensor, StoredBox
 from patrickstar._checkpoint.safetensors_file import SafetensorsFile, TensorEntry
-from patrickstar._hardware.accelerator import Accelerator
+from patrickstar._hardware.accelerator import TorchDevice
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class CheckpointWriter(StorageWriter):
     """
 
     def __init__(
-        self, target: Path, source: DataSource, *, page_bytes: int, accelerator: Accelerator | None = None
+        self, target: Path, source: DataSource, *, page_bytes: int, accelerator: TorchDevice | None = None
     ) -> None:
         self.target = target
         self.source = source

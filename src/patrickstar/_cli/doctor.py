@@ -12,7 +12,7 @@ from patrickstar._cli.console import print_row
 from patrickstar._dry_run.machine_profile import ROUNDS, benchmark_span, elapsed_s, measure_disk
 from patrickstar._dry_run.precision_choice import SLOW_RATIO
 from patrickstar._dry_run.product_rates import TYPICAL_WIDTH, product_rate
-from patrickstar._hardware.accelerator import Accelerator
+from patrickstar._hardware.accelerator import TorchDevice
 from patrickstar._hardware.compute_device import UNSUPPORTED
 from patrickstar._hardware.machine_name import machine_name
 from patrickstar._hardware.memory_meter import host_meter, library_resident_bytes
@@ -94,7 +94,7 @@ def _gpus() -> list[Finding]:
     return [_gpu(each.accelerator, each.free_device_bytes()) for each in hardware if each.accelerator is not None]
 
 
-def _gpu(accelerator: Accelerator, free_bytes: int) -> Finding:
+def _gpu(accelerator: TorchDevice, free_bytes: int) -> Finding:
     budget = device_budget(free_bytes)
     return Finding(
         f"gpu {accelerator.index}",

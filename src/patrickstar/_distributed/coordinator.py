@@ -11,7 +11,7 @@ from patrickstar._distributed.gloo_collectives import GlooCollectives
 from patrickstar._distributed.process_group import World
 from patrickstar._distributed.rank_group import RankGroup
 from patrickstar._distributed.stream_collectives import StreamCollectives
-from patrickstar._hardware.accelerator import Accelerator
+from patrickstar._hardware.accelerator import TorchDevice
 from patrickstar._schedule.coordination import Agreement, Message, Request, derive_agreement
 from patrickstar.errors import PeerError
 
@@ -50,7 +50,7 @@ class Coordinator:
         self._broken = False
 
     @classmethod
-    def of(cls, world: World, group: RankGroup, accelerator: Accelerator | None) -> "Coordinator":
+    def of(cls, world: World, group: RankGroup, accelerator: TorchDevice | None) -> "Coordinator":
         """Return the coordinator of a data-parallel group; create it for the first engine."""
         if group not in world.coordinators:
             collectives = GlooCollectives(world) if accelerator is None else StreamCollectives(world, accelerator)

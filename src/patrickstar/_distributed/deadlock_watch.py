@@ -81,12 +81,12 @@ class DeadlockWatch:
         return Place(in_collective, text, round(time.clock_gettime(self._clock) / CPU_UNIT_S))
 
     @contextmanager
-    def waiting(self) -> Iterator["Wait"]:
+    def waiting(self) -> Iterator["PeerWait"]:
         """Record that this process waits for others inside of the context."""
         self._waits += 1
         self.waiting_in = "a call of the engine"
         try:
-            yield Wait(self)
+            yield PeerWait(self)
         finally:
             self.waiting_in = ""
 
@@ -111,7 +111,7 @@ class Place(NamedTuple):
     progress: int
 
 
-class Wait:
+class PeerWait:
     """One wait of this process for the others."""
 
     def __init__(self, watch: DeadlockWatch) -> None:

@@ -14,7 +14,7 @@ COLLECTIVE_POLL_S = 50e-6
 """Seconds between checks of a pending all-gather."""
 
 
-class World(Protocol):
+class Ranks(Protocol):
     """All processes."""
 
     rank: int
@@ -35,7 +35,7 @@ class RankGroup:
     """
 
     def __init__(
-        self, world: World, ranks: Sequence[int], control: dist.ProcessGroup | None, data: dist.ProcessGroup | None
+        self, world: Ranks, ranks: Sequence[int], control: dist.ProcessGroup | None, data: dist.ProcessGroup | None
     ) -> None:
         self.world, self.ranks = world, tuple(ranks)
         self.rank, self.size = self.ranks.index(world.rank), len(self.ranks)

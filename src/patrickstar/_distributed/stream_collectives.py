@@ -10,7 +10,7 @@ import torch.distributed as dist
 from patrickstar._distributed.collectives import Bounds, Collectives, Levels, finish, sum_dtype
 from patrickstar._distributed.process_group import World
 from patrickstar._distributed.rank_group import RankGroup, gather_into
-from patrickstar._hardware.accelerator import Accelerator
+from patrickstar._hardware.accelerator import TorchDevice
 from patrickstar._hardware.transfer import Transfer
 from patrickstar._tiers.copy_streams import StreamTransfer
 from patrickstar.errors import PeerError
@@ -38,7 +38,7 @@ class StreamCollective(StreamTransfer):
 class StreamCollectives(Collectives):
     """Collectives of an accelerator (NCCL on CUDA) on a separate stream. Not yet run on a GPU."""
 
-    def __init__(self, world: World, accelerator: Accelerator) -> None:
+    def __init__(self, world: World, accelerator: TorchDevice) -> None:
         super().__init__(world)
         self.accelerator = accelerator
         self.stream = accelerator.new_stream()

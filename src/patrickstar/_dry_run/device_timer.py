@@ -6,7 +6,7 @@ from itertools import cycle, islice
 
 import torch
 
-from patrickstar._hardware.accelerator import Accelerator
+from patrickstar._hardware.accelerator import TorchDevice
 
 OUT_OF_CACHE_BYTES = 1 << 28
 """Memory whose accesses leave nothing else in a cache: as much as the largest of a GPU, 256 MiB."""
@@ -33,7 +33,7 @@ class DeviceTimer:
         fill: Queues work that keeps the device busy. Default: it fills `OUT_OF_CACHE_BYTES` with zeros.
     """
 
-    def __init__(self, accelerator: Accelerator, fill: Callable[[], object] | None = None) -> None:
+    def __init__(self, accelerator: TorchDevice, fill: Callable[[], object] | None = None) -> None:
         self.accelerator = accelerator
         if fill is None:
             nbytes = min(OUT_OF_CACHE_BYTES, accelerator.free_bytes() // 2)

@@ -13,7 +13,7 @@ from patrickstar._distributed.param_sharding import local_part
 from patrickstar._distributed.process_group import Processes
 from patrickstar._distributed.single_process import SingleProcess
 from patrickstar._engine.param_init import make_layout
-from patrickstar._hardware.accelerator import Accelerator
+from patrickstar._hardware.accelerator import TorchDevice
 from patrickstar._layout.chunk_mapping import Layout, ParamSpec
 from patrickstar.config import Config
 from patrickstar.errors import ConfigError
@@ -77,7 +77,7 @@ def broadcast_buffers(world: Processes, module: nn.Module, linked: bool) -> None
                 owner._buffers[name] = value.to(buffer.device)
 
 
-def chunk_comm(world: Processes, mesh: DataMesh, accelerator: Accelerator | None, layout: Layout) -> ChunkComm | None:
+def chunk_comm(world: Processes, mesh: DataMesh, accelerator: TorchDevice | None, layout: Layout) -> ChunkComm | None:
     """Return the communication of a new engine with the other processes, if there are any."""
     if isinstance(world, SingleProcess):
         return None

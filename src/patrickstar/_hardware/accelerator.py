@@ -44,7 +44,7 @@ class AllocatorStats:
         )
 
 
-class Accelerator:
+class TorchDevice:
     """One device beside the host, by the interface that PyTorch offers for every type of device (`torch.accelerator`).
 
     A subclass adds what PyTorch offers for one type only.
@@ -248,7 +248,7 @@ class DeviceClock:
         seconds: The host's clock.
     """
 
-    def __init__(self, accelerator: Accelerator, seconds: Callable[[], float]) -> None:
+    def __init__(self, accelerator: TorchDevice, seconds: Callable[[], float]) -> None:
         self._accelerator = accelerator
         self._start = self.event()
         self._start.synchronize()

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from patrickstar._hardware.accelerator import Accelerator, AllocatorStats
+from patrickstar._hardware.accelerator import AllocatorStats, TorchDevice
 from patrickstar._hardware.reserved_limits import ReservedLimits
 from patrickstar._hardware.vm_pool import fault_in
 from patrickstar._hardware.workspaces import library_bytes, workspace_bytes
@@ -30,7 +30,7 @@ _reserved_limits: dict[int, ReservedLimits] = {}
 """Limits by device: the allocator belongs to the process."""
 
 
-class CudaAccelerator(Accelerator):
+class CudaAccelerator(TorchDevice):
     """One CUDA or ROCm device."""
 
     max_lock_bytes = LOCK_BYTES

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import psutil
 
-from patrickstar._hardware.accelerator import Accelerator
+from patrickstar._hardware.accelerator import TorchDevice
 from patrickstar._hardware.cpu_allocator import CpuAllocator, cpu_allocator
 from patrickstar._hardware.vm_pool import SYSTEM_PAGE, can_move_pages
 from patrickstar._schedule.fragmentation import NO_FRAGMENTATION, Fragmentation
@@ -62,7 +62,7 @@ class DeviceMeter:
     source = "bytes allocated by the device's caching allocator"
     counts_freed = False
 
-    def __init__(self, accelerator: Accelerator) -> None:
+    def __init__(self, accelerator: TorchDevice) -> None:
         self._accelerator = accelerator
         self._unplanned_bytes = 0
         """Part of the budget that is left to fragmentation. See [Note: reserved memory]."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from patrickstar._hardware.accelerator import Accelerator
+from patrickstar._hardware.accelerator import TorchDevice
 from patrickstar.errors import BudgetError
 
 # [Note: library bytes]
@@ -47,7 +47,7 @@ _known: dict[torch.device, int] = {}
 """Most bytes measured in one thread so far, by device: workspaces belong to the process."""
 
 
-def library_bytes(accelerator: Accelerator, dtype: torch.dtype, in_updates: bool, rule_bytes: Callable[[], int]) -> int:
+def library_bytes(accelerator: TorchDevice, dtype: torch.dtype, in_updates: bool, rule_bytes: Callable[[], int]) -> int:
     """Run matrix products of `dtype` in all compute threads; return the bytes of their workspaces.
 
     See [Note: library bytes].
@@ -113,7 +113,7 @@ def _in_backward(x: torch.Tensor) -> Callable[[Callable[[], object]], None]:
     return run
 
 
-def _in_new_thread(accelerator: Accelerator) -> Callable[[Callable[[], object]], None]:
+def _in_new_thread(accelerator: TorchDevice) -> Callable[[Callable[[], object]], None]:
     def run(operation: Callable[[], object]) -> None:
         errors: list[BaseException] = []
 
@@ -141,7 +141,7 @@ def join_to_the_end(thread: threading.Thread) -> None:
 
 
 def _retained_bytes(
-    accelerator: Accelerator, run: Callable[[Callable[[], object]], None], operation: Callable[[], object]
+    accelerator: TorchDevice, run: Callable[[Callable[[], object]], None], operation: Callable[[], object]
 ) -> int:
     """Return the bytes that stay allocated after an operation whose results are dropped.
 

@@ -88,7 +88,7 @@ SCENARIOS.append(Scenario(PAIRS, missing=True, second_rate=0.5))
 
 
 @dataclass
-class Run:
+class ProbeRun:
     """A run of a class as usual, and what it was given."""
 
     params: list[torch.nn.Parameter]
@@ -165,7 +165,7 @@ def _profile(
     return None, " and ".join(dict.fromkeys(each for each in (reason, unsupported) if each is not None))
 
 
-def _run(kind: type[torch.optim.Optimizer], options: Mapping[str, Any], generators: GlobalGenerators) -> Run:
+def _run(kind: type[torch.optim.Optimizer], options: Mapping[str, Any], generators: GlobalGenerators) -> ProbeRun:
     """Run a class as usual, in the first scenario that it takes."""
     error: Exception | None = None
     for scenario in SCENARIOS:
@@ -181,14 +181,14 @@ def _run(kind: type[torch.optim.Optimizer], options: Mapping[str, Any], generato
 
 def _try(
     kind: type[torch.optim.Optimizer], options: Mapping[str, Any], scenario: Scenario, generators: GlobalGenerators
-) -> Run:
+) -> ProbeRun:
     generators.restore()
     values = [_normal(scenario, shape, -1 - number) for number, shape in enumerate(scenario.shapes)]
     params = [torch.nn.Parameter(value.clone()) for value in values]
     second = {name: value for name, value in defaults_of(kind, options).items() if name == "lr"}
     _change_rate(second, scenario.second_rate)
     optimizer = construct(kind, [{"params": params[::2]}, second | {"params": params[1::2]}], options)
-    run = Run(params, [], values, scenario)
+    run = ProbeRun(params, [], values, scenario)
     attributes = attributes_of(optimizer)
     if generators.used:
         run.unsupported = "draws random numbers when it is created"
@@ -244,7 +244,7 @@ def _copy(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
 
 
-def _group_coupling(instances: Instances, run: Run) -> str | None:
+def _group_coupling(instances: Instances, run: ProbeRun) -> str | None:
     """Return why writes into param groups depend on the parameters; None if they don't."""
     if not run.writes:
         return None
@@ -262,7 +262,7 @@ def _group_coupling(instances: Instances, run: Run) -> str | None:
     return None
 
 
-def _difference(instances: Instances, run: Run, names: tuple[str, ...], whole: bool) -> str | None:
+def _difference(instances: Instances, run: ProbeRun, names: tuple[str, ...], whole: bool) -> str | None:
     """Update parameters, or pieces of them, separately; return how the results differ, None if they don't."""
     for number, (value, param, state) in enumerate(zip(run.values, run.params, run.states, strict=True)):
         flat, lists = (
@@ -295,7 +295,7 @@ def _difference(instances: Instances, run: Run, names: tuple[str, ...], whole: b
 
 
 def _difference_together(
-    kind: type[torch.optim.Optimizer], options: Mapping[str, Any], run: Run, names: tuple[str, ...]
+    kind: type[torch.optim.Optimizer], options: Mapping[str, Any], run: ProbeRun, names: tuple[str, ...]
 ) -> str | None:
     """Update all parameters together; return how the results differ, None if they don't.
 

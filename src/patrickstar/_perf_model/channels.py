@@ -9,7 +9,7 @@ from patrickstar._perf_model.frozen_data import FrozenData
 from patrickstar._perf_model.linear_program import Expression
 from patrickstar._perf_model.machine_spec import Machine, Network
 from patrickstar._perf_model.mesh import Mesh
-from patrickstar._perf_model.model_data import ModelData
+from patrickstar._perf_model.model_data import ModelDataShare
 from patrickstar._perf_model.workload import Workload
 
 MESSAGE_BYTES = 128
@@ -17,7 +17,7 @@ MESSAGE_BYTES = 128
 
 
 @dataclass(frozen=True, eq=False)
-class Channel:
+class ChannelCost:
     """Busy seconds and amount of one resource for one process; seconds of shared resources count all of the node.
 
     `blocking_s`: seconds that computation waits for, in proportion to the tokens.
@@ -40,11 +40,11 @@ def channels(
     work: Workload,
     machine: Machine,
     mesh: Mesh,
-    model_data: Sequence[ModelData],
+    model_data: Sequence[ModelDataShare],
     frozen: FrozenData | None,
     one: Expression,
     lock_free: bool = False,
-) -> list[Channel]:
+) -> list[ChannelCost]:
     """Return the resources of a step.
 
     `model_data`: trained parameters. `lock_free`: without the states on disk, for which no step waits.
@@ -77,14 +77,14 @@ def channels(
     h2d, d2h = machine.transfer_rates(gpus)
     memory = host.update_bandwidth(gpus, max(1, host.cores // gpus))
     found = [
-        Channel("compute", compute, one * work.all_operations, blocking_s),
-        Channel("host to device", h2d_bytes / h2d, h2d_bytes),
-        Channel("device to host", d2h_bytes / d2h, d2h_bytes),
-        Channel("host memory", ram_bytes * gpus / memory, ram_bytes),
+        ChannelCost("compute", compute, one * work.all_operations, blocking_s),
+        ChannelCost("host to device", h2d_bytes / h2d, h2d_bytes),
+        ChannelCost("device to host", d2h_bytes / d2h, d2h_bytes),
+        ChannelCost("host memory", ram_bytes * gpus / memory, ram_bytes),
     ]
     if machine.disk is not None:
-        found.append(Channel("disk read", read_bytes * gpus / machine.disk.read, read_bytes))
-        found.append(Channel("disk write", write_bytes * gpus / machine.disk.write, write_bytes))
+        found.append(ChannelCost("disk read", read_bytes * gpus / machine.disk.read, read_bytes))
+        found.append(ChannelCost("disk write", write_bytes * gpus / machine.disk.write, write_bytes))
     return found + links
 
 
@@ -92,13 +92,13 @@ def _links(
     work: Workload,
     machine: Machine,
     mesh: Mesh,
-    model_data: Sequence[ModelData],
+    model_data: Sequence[ModelDataShare],
     frozen: FrozenData | None,
     one: Expression,
-) -> list[Channel]:
+) -> list[ChannelCost]:
     """Return the connections between GPUs of a node and between nodes."""
     found = []
-    all_data: list[ModelData | FrozenData] = [*model_data, *([] if frozen is None else [frozen])]
+    all_data: list[ModelDataShare | FrozenData] = [*model_data, *([] if frozen is None else [frozen])]
     imbalance = work.experts.imbalance if work.experts is not None else 1.0
     to_node, to_others = _exchanged_bytes(work, mesh)
     if mesh.gpus > 1:
@@ -106,7 +106,7 @@ def _links(
         gathered = sum(data.sent_in_node for data in all_data)
         blocking_s = (work.tensor_parallel_bytes + imbalance * to_node) / machine.links.gpu_gpu
         found.append(
-            Channel(
+            ChannelCost(
                 "between GPUs",
                 one * (gathered / machine.links.gpu_gpu + blocking_s),
                 one * (gathered + work.tensor_parallel_bytes + to_node),
@@ -121,7 +121,7 @@ def _links(
         blocking_s += exchanges * (mesh.expert_nodes - 1) * network.latency_s
         messages = work.working_sets * sum(data.messages_between_nodes for data in model_data)
         seconds = exchanged * mesh.gpus / network.bandwidth + messages * network.latency_s + blocking_s
-        found.append(Channel("between nodes", one * seconds, one * (exchanged + to_others), blocking_s))
+        found.append(ChannelCost("between nodes", one * seconds, one * (exchanged + to_others), blocking_s))
         found.append(_coordination(work, network, mesh, one))
     return found
 
@@ -134,11 +134,11 @@ def _exchanged_bytes(work: Workload, mesh: Mesh) -> tuple[float, float]:
     return inside * work.experts.exchanged_bytes, (1 - inside) * work.experts.exchanged_bytes
 
 
-def _coordination(work: Workload, network: Network, mesh: Mesh, one: Expression) -> Channel:
+def _coordination(work: Workload, network: Network, mesh: Mesh, one: Expression) -> ChannelCost:
     """Return the coordination steps: ring all-gathers of one message per process, one step before each gather.
 
     In lockstep there is one, which compares what processes did in the step.
     """
     steps = 1 if mesh.lockstep else 2 * work.working_sets
     messages = steps * (mesh.processes - 1)
-    return Channel("coordination", one * (messages * network.latency_s), one * (messages * MESSAGE_BYTES))
+    return ChannelCost("coordination", one * (messages * network.latency_s), one * (messages * MESSAGE_BYTES))

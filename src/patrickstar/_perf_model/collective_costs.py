@@ -1,7 +1,7 @@
 """Bytes that one process sends in the collectives of a step, with ring algorithms."""
 
 from patrickstar._perf_model.gpt_costs import HALF, SINGLE
-from patrickstar._perf_model.mesh import ShardGroup
+from patrickstar._perf_model.mesh import DataParallelGroup
 
 GATHERS = 2
 """All-gathers of each parameter per step: for forward and for backward."""
@@ -12,7 +12,7 @@ def shard_bytes(numel: int, shards: int, gathers: int = GATHERS, itemsize: float
     return (gathers + 1) * itemsize * (shards - 1) / shards * numel
 
 
-def replica_bytes(numel: int, group: ShardGroup, sum_bytes: int = SINGLE, itemsize: float = HALF) -> float:
+def replica_bytes(numel: int, group: DataParallelGroup, sum_bytes: int = SINGLE, itemsize: float = HALF) -> float:
     """Return the bytes sent between replicas: sums of gradients are reduced, updated parameters gathered.
 
     Args:

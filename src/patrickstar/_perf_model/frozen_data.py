@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from patrickstar._perf_model.collective_costs import GATHERS, shard_bytes
 from patrickstar._perf_model.linear_program import Expression, Solution, Variables
-from patrickstar._perf_model.mesh import ShardGroup
+from patrickstar._perf_model.mesh import DataParallelGroup
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class FrozenData:
     COUNT = 2
     """Number of variables of the linear program."""
 
-    def __init__(self, all_bytes: int, group: ShardGroup, gpus: int, variables: Variables, first: int) -> None:
+    def __init__(self, all_bytes: int, group: DataParallelGroup, gpus: int, variables: Variables, first: int) -> None:
         self._all_bytes, self._group, self._gpus, self._first = all_bytes, group, gpus, first
         self._one, self._retained, self._paged = variables.one, variables[first], variables[first + 1]
         self._copy_bytes = all_bytes / group.shards

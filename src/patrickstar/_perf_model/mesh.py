@@ -6,7 +6,7 @@ from patrickstar.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class ShardGroup:
+class DataParallelGroup:
     """Processes that compute with the same part of the model, on different data.
 
     Attributes:
@@ -81,20 +81,20 @@ class Mesh:
         return self.processes // self.tp
 
     @property
-    def dense(self) -> ShardGroup:
+    def dense(self) -> DataParallelGroup:
         """Group of every parameter that is not an expert's."""
-        return ShardGroup(
+        return DataParallelGroup(
             self.replica_nodes * self.gpus // self.tp, self.nodes // self.replica_nodes, self.replica_nodes
         )
 
     @property
-    def experts(self) -> ShardGroup:
+    def experts(self) -> DataParallelGroup:
         """Group of the experts of one process: processes / ep have the same."""
         if self.ep == 1:
             return self.dense
         shards = max(1, self.replica_nodes * self.gpus // self.ep)
         nodes = self.replica_nodes if self.ep <= self.gpus else shards
-        return ShardGroup(shards, self.processes // self.ep // shards, nodes)
+        return DataParallelGroup(shards, self.processes // self.ep // shards, nodes)
 
     @property
     def expert_nodes(self) -> int:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from patrickstar._perf_model.collective_costs import GATHERS, replica_bytes, shard_bytes
 from patrickstar._perf_model.linear_program import SLACK, Expression, Solution, Variables
-from patrickstar._perf_model.mesh import ShardGroup
+from patrickstar._perf_model.mesh import DataParallelGroup
 from patrickstar._perf_model.param_placement import OwnShards, ParamPlacement, ReplicaCopies, ShareVariables
 from patrickstar._perf_model.workload import STATE_BYTES, update_bytes
 
@@ -25,7 +25,7 @@ class Shares:
     """Parameters that are stored on disk, too."""
 
 
-class ModelData:
+class ModelDataShare:
     """Parameters and optimizer states of one class, in one process and in its node.
 
     Attributes:
@@ -36,7 +36,7 @@ class ModelData:
     """
 
     def __init__(
-        self, numel: int, param_bytes: float, group: ShardGroup, gpus: int, variables: Variables, first: int
+        self, numel: int, param_bytes: float, group: DataParallelGroup, gpus: int, variables: Variables, first: int
     ) -> None:
         self.numel, self.param_bytes, self._group, self._first = numel, param_bytes, group, first
         self._one, self._shares = variables.one, ShareVariables.of(variables, first)

@@ -16,7 +16,7 @@ from patrickstar._perf_model.linear_program import SLACK, value
 from patrickstar._perf_model.machine_spec import Machine
 from patrickstar._perf_model.mesh import Mesh
 from patrickstar._perf_model.model_data import Shares
-from patrickstar._perf_model.step_program import StepProgram, Tier
+from patrickstar._perf_model.step_program import MemoryTier, StepProgram
 from patrickstar._perf_model.workload import Workload, Workloads
 from patrickstar.errors import BudgetError
 
@@ -142,9 +142,9 @@ def estimate(work: Workload, machine: Machine, mesh: Mesh = ONE_PROCESS, *, lock
         loads,
         work.fill_share * transfers_s,
         round(program.nbytes),
-        math.floor(value(program.used[Tier.DEVICE], solution)),
-        math.floor(value(program.used[Tier.HOST], solution)),
-        math.floor(value(program.used[Tier.DISK], solution)),
+        math.floor(value(program.used[MemoryTier.DEVICE], solution)),
+        math.floor(value(program.used[MemoryTier.HOST], solution)),
+        math.floor(value(program.used[MemoryTier.DISK], solution)),
         value(program.sweep, solution),
         experts[0] if experts else None,
         None if program.frozen is None else program.frozen.shares(solution),
@@ -172,7 +172,7 @@ def min_transfer_bytes(work: Workload, machine: Machine, mesh: Mesh = ONE_PROCES
     return bounds[0], bounds[1]
 
 
-def min_extra_bytes(work: Workload, machine: Machine, mesh: Mesh, tier: Tier) -> int | None:
+def min_extra_bytes(work: Workload, machine: Machine, mesh: Mesh, tier: MemoryTier) -> int | None:
     """Return the bytes that a tier of each node must gain for the model to fit; None if no amount is enough."""
     program = StepProgram(work, machine, mesh)
     program.used[tier] = program.used[tier] - program.extra * 1e9
@@ -236,11 +236,11 @@ def largest_batch(work_of: Workloads, machine: Machine, mesh: Mesh, checkpointin
 
 
 def _budget_error(work: Workload, machine: Machine, mesh: Mesh) -> BudgetError:
-    tiers = Tier if machine.gpu is not None else (Tier.HOST, Tier.DISK)
+    tiers = MemoryTier if machine.gpu is not None else (MemoryTier.HOST, MemoryTier.DISK)
     needs = {tier: min_extra_bytes(work, machine, mesh, tier) for tier in tiers}
     where = " per node" if mesh.nodes > 1 else ""
     remedies = [
-        f"{format_size(nbytes)} more {tier.value}{where if tier is not Tier.DEVICE else ''}"
+        f"{format_size(nbytes)} more {tier.value}{where if tier is not MemoryTier.DEVICE else ''}"
         for tier, nbytes in needs.items()
         if nbytes is not None
     ]

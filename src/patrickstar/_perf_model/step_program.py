@@ -2,18 +2,18 @@
 
 from enum import Enum
 
-from patrickstar._perf_model.channels import Channel, channels, total
+from patrickstar._perf_model.channels import ChannelCost, channels, total
 from patrickstar._perf_model.frozen_data import FrozenData
 from patrickstar._perf_model.linear_program import Expression, Solution, Variables, minimize
 from patrickstar._perf_model.machine_spec import Machine
 from patrickstar._perf_model.mesh import Mesh
-from patrickstar._perf_model.model_data import ModelData
+from patrickstar._perf_model.model_data import ModelDataShare
 from patrickstar._perf_model.param_placement import ShareVariables
 from patrickstar._perf_model.workload import LOCK_FREE_BYTES, STATE_BYTES, Workload
 from patrickstar.errors import ConfigError
 
 
-class Tier(Enum):
+class MemoryTier(Enum):
     """Memory tiers; the values are their names in messages."""
 
     DEVICE = "device memory"
@@ -47,14 +47,14 @@ class StepProgram:
         variables = Variables(shares + frozen + 2)
         self.one, self.time, self.extra = variables.one, variables[shares + frozen], variables[shares + frozen + 1]
         self.model_data = [
-            ModelData(numel, work.param_bytes, group, mesh.gpus, variables, ShareVariables.COUNT * index)
+            ModelDataShare(numel, work.param_bytes, group, mesh.gpus, variables, ShareVariables.COUNT * index)
             for index, (numel, group) in enumerate(classes)
         ]
         self.frozen = FrozenData(work.frozen_bytes, mesh.dense, mesh.gpus, variables, shares) if frozen else None
         self.used = self._used()
         self._equalities = [expression for data in self.model_data for expression in data.equalities]
 
-    def channels(self) -> list[Channel]:
+    def channels(self) -> list[ChannelCost]:
         """Return the resources of the step."""
         return channels(self._work, self._machine, self._mesh, self.model_data, self.frozen, self.one, self._lock_free)
 
@@ -64,7 +64,7 @@ class StepProgram:
         return sum(data.nbytes for data in self._all_data)
 
     @property
-    def _all_data(self) -> list[ModelData | FrozenData]:
+    def _all_data(self) -> list[ModelDataShare | FrozenData]:
         return [*self.model_data, *([] if self.frozen is None else [self.frozen])]
 
     def minimize(self, objective: Expression, *limits: Expression) -> Solution | None:
@@ -79,7 +79,7 @@ class StepProgram:
             return 0 * self.one
         return total([data.states_on_disk_bytes for data in self.model_data]) / min(disk.read, disk.write)
 
-    def _used(self) -> dict[Tier, Expression]:
+    def _used(self) -> dict[MemoryTier, Expression]:
         work = self._work
         outside = self.one * (work.non_model_bytes + work.working_bytes)
         host_bytes = total([data.host_bytes for data in self._all_data])
@@ -87,9 +87,9 @@ class StepProgram:
             states = sum(data.node_states_bytes for data in self.model_data)
             host_bytes = host_bytes + self.one * (LOCK_FREE_BYTES * states / STATE_BYTES)
         return {
-            Tier.DEVICE: outside + total([data.device_bytes for data in self._all_data]),
-            Tier.HOST: host_bytes,
-            Tier.DISK: total([data.disk_bytes for data in self._all_data]),
+            MemoryTier.DEVICE: outside + total([data.device_bytes for data in self._all_data]),
+            MemoryTier.HOST: host_bytes,
+            MemoryTier.DISK: total([data.disk_bytes for data in self._all_data]),
         }
 
     def _capacity_limits(self) -> list[Expression]:
@@ -98,10 +98,10 @@ class StepProgram:
         disk_bytes = machine.disk.capacity if machine.disk is not None else 0
         if machine.gpu is not None:
             in_memory = [
-                used[Tier.DEVICE] - one * machine.gpu.memory,
-                used[Tier.HOST] - one * machine.host.memory,
+                used[MemoryTier.DEVICE] - one * machine.gpu.memory,
+                used[MemoryTier.HOST] - one * machine.host.memory,
             ]
         else:  # one memory for both tiers
-            in_memory = [used[Tier.DEVICE] + used[Tier.HOST] - one * machine.host.memory]
+            in_memory = [used[MemoryTier.DEVICE] + used[MemoryTier.HOST] - one * machine.host.memory]
         limits = [limit for data in self._all_data for limit in data.limits]
-        return [*in_memory, used[Tier.DISK] - one * disk_bytes, *limits]
+        return [*in_memory, used[MemoryTier.DISK] - one * disk_bytes, *limits]

@@ -60,7 +60,7 @@ class Stall:
 
 
 @dataclass(frozen=True)
-class Residency:
+class ChunkMemory:
     """Memory of a chunk on one tier, from a time on."""
 
     at_s: float
@@ -72,7 +72,7 @@ class Residency:
 
 
 @dataclass(frozen=True)
-class Moment:
+class ChunkAccess:
     """Access of an operator to chunks of parameters; none once it has ended."""
 
     at_s: float
@@ -114,9 +114,9 @@ class StepTimeline:
     end_s: float = 0.0
     work: list[Work] = field(default_factory=list)
     stalls: list[Stall] = field(default_factory=list)
-    initial: list[Residency] = field(default_factory=list)
-    residency: list[Residency] = field(default_factory=list)
-    moments: list[Moment] = field(default_factory=list)
+    initial: list[ChunkMemory] = field(default_factory=list)
+    residency: list[ChunkMemory] = field(default_factory=list)
+    moments: list[ChunkAccess] = field(default_factory=list)
     gradients: list[tuple[float, int, bool]] = field(default_factory=list)
     phases: list[tuple[float, str]] = field(default_factory=list)
     non_model: list[tuple[float, int]] = field(default_factory=list)
@@ -182,13 +182,13 @@ class StepTimeline:
             ],
             stalls=[Stall(seconds(start), seconds(end), label) for start, end, label in data["stalls"]],
             initial=[
-                Residency(0.0, Tier(tier), kind, index, nbytes, True) for tier, kind, index, nbytes in data["initial"]
+                ChunkMemory(0.0, Tier(tier), kind, index, nbytes, True) for tier, kind, index, nbytes in data["initial"]
             ],
             residency=[
-                Residency(seconds(at), Tier(tier), kind, index, nbytes, bool(present))
+                ChunkMemory(seconds(at), Tier(tier), kind, index, nbytes, bool(present))
                 for at, tier, kind, index, nbytes, present in data["residency"]
             ],
-            moments=[Moment(seconds(at), number, tuple(chunks)) for at, number, chunks in data["moments"]],
+            moments=[ChunkAccess(seconds(at), number, tuple(chunks)) for at, number, chunks in data["moments"]],
             gradients=[(seconds(at), index, bool(holds)) for at, index, holds in data["gradients"]],
             phases=pairs(data["phases"]),
             non_model=pairs(data["non_model"]),

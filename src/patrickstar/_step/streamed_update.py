@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from patrickstar._hardware.accelerator import Accelerator
+from patrickstar._hardware.accelerator import TorchDevice
 from patrickstar._hardware.job_queue import WorkerTransfer
 from patrickstar._hardware.transfer import Transfer
 from patrickstar._hardware.worker_pool import WorkerPool
@@ -75,7 +75,7 @@ class StreamedUpdate(Transfer):
 
     label = "an update on the host"
 
-    accelerator: Accelerator
+    accelerator: TorchDevice
     spans: Sequence[Span]
     scales: Sequence[float]
     ready: torch.Event
@@ -150,7 +150,7 @@ class StreamedUpdates:
     """
 
     def __init__(
-        self, kernels: Kernels, accelerator: Accelerator, host_tier: HostTier, nbytes: int, by_pages: bool = True
+        self, kernels: Kernels, accelerator: TorchDevice, host_tier: HostTier, nbytes: int, by_pages: bool = True
     ) -> None:
         self.kernels = kernels
         self.accelerator = accelerator
@@ -340,7 +340,7 @@ def _is_ready(gradients: torch.Event, copies: Sequence[Transfer]) -> bool:
     return gradients.query() and all(copy.done for copy in copies)
 
 
-def _wait_until_ready(accelerator: Accelerator, gradients: torch.Event, copies: Sequence[Transfer]) -> None:
+def _wait_until_ready(accelerator: TorchDevice, gradients: torch.Event, copies: Sequence[Transfer]) -> None:
     """Wait until an update is ready."""
     accelerator.wait(gradients)
     for copy in copies:

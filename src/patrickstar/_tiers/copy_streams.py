@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from patrickstar._hardware.accelerator import Accelerator, DeviceClock
+from patrickstar._hardware.accelerator import DeviceClock, TorchDevice
 from patrickstar._hardware.transfer import Transfer
 from patrickstar._hardware.worker_pool import WorkerPool
 from patrickstar._tiers.chunk import Chunk
@@ -19,7 +19,7 @@ class StreamTransfer(Transfer):
     """
 
     def __init__(
-        self, accelerator: Accelerator, event: torch.Event, label: str, began: torch.Event | None = None
+        self, accelerator: TorchDevice, event: torch.Event, label: str, began: torch.Event | None = None
     ) -> None:
         self.label = label
         self.accelerator = accelerator
@@ -59,7 +59,7 @@ class CopyStreams:
     `_now`: copy in the calling thread.
     """
 
-    def __init__(self, accelerator: Accelerator | None) -> None:
+    def __init__(self, accelerator: TorchDevice | None) -> None:
         self.accelerator = accelerator
         self.up_stream = None if accelerator is None else accelerator.new_stream()
         self.urgent_stream = None if accelerator is None else accelerator.new_stream()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from patrickstar._hardware.accelerator import Accelerator
+from patrickstar._hardware.accelerator import TorchDevice
 from patrickstar._hardware.direct_io import BLOCK_BYTES, PAGE_BYTES
 from patrickstar._hardware.transfer import Transfer
 from patrickstar._hardware.worker_pool import WorkerPool
@@ -34,7 +34,7 @@ def pages(nbytes: int, page_bytes: int = PAGE_BYTES) -> Iterator[tuple[int, int]
 class DiskTier:
     """Reads and writes the chunks of one engine, as flat uint8 tensors on the host or on the accelerator."""
 
-    def __init__(self, file: SwapFile, page_bytes: int = PAGE_BYTES, accelerator: Accelerator | None = None) -> None:
+    def __init__(self, file: SwapFile, page_bytes: int = PAGE_BYTES, accelerator: TorchDevice | None = None) -> None:
         self.file = file
         self.page_bytes = page_bytes
         self._written: set[int] = set()  # offsets of written pages; all others read as zeros

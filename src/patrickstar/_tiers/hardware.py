@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from patrickstar._hardware.accelerator import Accelerator, AllocatorStats
+from patrickstar._hardware.accelerator import AllocatorStats, TorchDevice
 from patrickstar._hardware.cuda_accelerator import CudaAccelerator
 from patrickstar._hardware.direct_io import free_bytes
 from patrickstar._hardware.memory_meter import DeviceMeter, Meter, host_meter, library_resident_bytes
@@ -34,11 +34,11 @@ class Hardware:
         """True if copies and host updates can overlap with device compute."""
 
     @staticmethod
-    def new_accelerator(device: torch.device) -> Accelerator | None:
+    def new_accelerator(device: torch.device) -> TorchDevice | None:
         """Return the accelerator of a device; None for the CPU, whose tensors are in host memory."""
         if device.type in ("cpu", "meta"):
             return None
-        return CudaAccelerator(device) if device.type == "cuda" else Accelerator(device)
+        return CudaAccelerator(device) if device.type == "cuda" else TorchDevice(device)
 
     def start(self) -> None:
         """Prepare the device for an engine of the calling thread; call it before any allocation on the device."""

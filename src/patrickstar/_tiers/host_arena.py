@@ -12,7 +12,7 @@ from operator import attrgetter
 import numpy as np
 import torch
 
-from patrickstar._hardware.accelerator import Accelerator
+from patrickstar._hardware.accelerator import TorchDevice
 from patrickstar._hardware.vm_pool import advise_huge, discard, private_memory, round_up
 from patrickstar._layout.chunk_mapping import ALIGN_NUMEL
 from patrickstar.errors import BudgetError
@@ -37,7 +37,7 @@ class ArenaBlock:
         return self.start + round_up(self.nbytes, ALIGN_BYTES)
 
 
-def _page_unlock(process: int, accelerator: Accelerator, locked: list[int], memory: torch.Tensor) -> None:
+def _page_unlock(process: int, accelerator: TorchDevice, locked: list[int], memory: torch.Tensor) -> None:
     if os.getpid() == process:  # a child made by fork() has neither the memory nor the device
         accelerator.page_unlock(locked)
 
@@ -50,19 +50,19 @@ class HostArena:
     moves blocks to close gaps.
     """
 
-    def __init__(self, nbytes: int, accelerator: Accelerator | None = None) -> None:
+    def __init__(self, nbytes: int, accelerator: TorchDevice | None = None) -> None:
         self.nbytes = nbytes
         self._resident = np.zeros(-(-nbytes // mmap.PAGESIZE), dtype=bool)  # per page
         self.touched_bytes = 0
         """Bytes of machine memory in use: pages that were part of a block and were not freed for good since."""
         self._blocks: list[ArenaBlock] = []
         self.memory = self._reserve(nbytes)
-        self._page_unlock: weakref.finalize[[int, Accelerator, list[int], torch.Tensor], HostArena] | None = None
+        self._page_unlock: weakref.finalize[[int, TorchDevice, list[int], torch.Tensor], HostArena] | None = None
         self._lock_bytes = 0
         if accelerator is not None and nbytes:
             self._page_lock(accelerator)
 
-    def _page_lock(self, accelerator: Accelerator) -> None:
+    def _page_lock(self, accelerator: TorchDevice) -> None:
         locked = accelerator.page_lock(self.memory.data_ptr(), self.nbytes)
         if locked is None:
             self._discard(0, round_up(self.nbytes))  # pages that were faulted in for it

@@ -9,7 +9,7 @@ import torch
 from patrickstar._hardware.accelerator import DeviceClock
 from patrickstar._hardware.transfer import Transfer
 from patrickstar._schedule.placement import Tier
-from patrickstar._schedule.step_timeline import Channel, Moment, Product, Residency, Stall, StepTimeline, Work
+from patrickstar._schedule.step_timeline import Channel, ChunkAccess, ChunkMemory, Product, Stall, StepTimeline, Work
 from patrickstar._tiers.chunk import Chunk
 
 
@@ -92,11 +92,11 @@ class Timeline:
 
     def allocated(self, chunk: Chunk, tier: Tier) -> None:
         """Note that a chunk has memory on a tier from now on."""
-        self._result.residency.append(Residency(self.seconds(), tier, chunk.kind, chunk.index, chunk.nbytes, True))
+        self._result.residency.append(ChunkMemory(self.seconds(), tier, chunk.kind, chunk.index, chunk.nbytes, True))
 
     def freed(self, chunk: Chunk, tier: Tier) -> None:
         """Note that a chunk has no memory on a tier from now on."""
-        self._result.residency.append(Residency(self.seconds(), tier, chunk.kind, chunk.index, chunk.nbytes, False))
+        self._result.residency.append(ChunkMemory(self.seconds(), tier, chunk.kind, chunk.index, chunk.nbytes, False))
 
     def non_model_bytes(self, nbytes: int, *, settled: bool) -> None:
         """Note the bytes of non-model data on the device.
@@ -127,7 +127,7 @@ class Timeline:
 
     def moment(self, number: int, chunks: tuple[int, ...]) -> None:
         """Note the begin of a moment."""
-        self._result.moments.append(Moment(self.seconds(), number, chunks))
+        self._result.moments.append(ChunkAccess(self.seconds(), number, chunks))
 
     def phase(self, name: str) -> None:
         """Note the begin of a part of the step."""
@@ -166,8 +166,8 @@ class Timeline:
         return min(times[0], self._result.end_s), min(times[1], self._result.end_s)
 
 
-def _memory_of(chunk: Chunk, now: float) -> Iterator[Residency]:
+def _memory_of(chunk: Chunk, now: float) -> Iterator[ChunkMemory]:
     present = {Tier.DEVICE: chunk.device_bytes > 0, Tier.HOST: chunk.host is not None, Tier.DISK: chunk.disk_valid}
     for tier, has_memory in present.items():
         if has_memory:
-            yield Residency(now, tier, chunk.kind, chunk.index, chunk.nbytes, True)
+            yield ChunkMemory(now, tier, chunk.kind, chunk.index, chunk.nbytes, True)
