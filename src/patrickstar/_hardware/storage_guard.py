@@ -23,20 +23,22 @@ class StorageGuard(NamedTuple):
 
     refuse: Callable[[int, str], None]
     """Let every access to the memory of a storage, given by its address, raise a RuntimeError with this message."""
-    allow: Callable[[int], None] | None
-    """None with versions of PyTorch that can't clear the flag."""
+    allow: Callable[[int], None]
 
 
 @cache
 def storage_guard() -> StorageGuard | None:
-    """Return PyTorch's own functions, or those of the compiled library in builds without them; None without either."""
+    """Return PyTorch's own functions, or those of the compiled library in builds without them; None without either.
+
+    Versions of PyTorch that can't clear the flag have neither.
+    """
     refuse = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
     allow = getattr(torch._C, "_clear_storage_data_ptr_access_error_msg", None)
     if refuse is not None and allow is not None:
         return StorageGuard(refuse, allow)
     library = native_library()
     if library is None or not library.patrickstar_can_refuse():
-        return None if refuse is None else StorageGuard(refuse, None)
+        return None
     library.patrickstar_refuse_access.argtypes = [ctypes.c_void_p, ctypes.c_char_p]
     library.patrickstar_allow_access.argtypes = [ctypes.c_void_p]
     return StorageGuard(
@@ -45,16 +47,15 @@ def storage_guard() -> StorageGuard | None:
     )
 
 
-def refuse_access(storage: torch.UntypedStorage, message: str, *, for_good: bool = False) -> bool:
-    """Let every access to a storage, now or `for_good`, raise a RuntimeError with this message; return if it will."""
+def refuse_access(storage: torch.UntypedStorage, message: str) -> bool:
+    """Let every access to a storage raise a RuntimeError with this message; return whether that is possible here."""
     guard = storage_guard()
-    if guard is None or (guard.allow is None and not for_good):
-        return False
-    guard.refuse(storage._cdata, message)
-    return True
+    if guard is not None:
+        guard.refuse(storage._cdata, message)
+    return guard is not None
 
 
 def allow_access(storage: torch.UntypedStorage) -> None:
     """Let a storage be read and written again."""
-    if (guard := storage_guard()) is not None and guard.allow is not None:
+    if (guard := storage_guard()) is not None:
         guard.allow(storage._cdata)

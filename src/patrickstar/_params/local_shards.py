@@ -6,7 +6,7 @@ import torch
 
 from patrickstar._chunks.chunk_manager import ChunkManager
 from patrickstar._hardware.defer_sigint import defer_sigint
-from patrickstar._hardware.storage_guard import refuse_access
+from patrickstar._hardware.storage_guard import refuse_access, storage_guard
 from patrickstar._kernels.rounding import canonical_nan_, round_into
 from patrickstar._kernels.update_rule import Gradient
 from patrickstar._layout.schema import GRAD32, PARAM32
@@ -92,12 +92,14 @@ class LocalShards:
         """Create a parameter's placeholder, and the errors of native code that reads it or views of its chunk."""
         names = [each.name for each in self.by_chunk[managed.location.chunk]]
         managed.chunk.refusal = refusal(names, whole=False)
+        if storage_guard() is None:
+            managed.absent_view = self.placeholder(managed.chunk.dtype).expand(managed.shape)
+            return
         one = torch.empty((), dtype=managed.chunk.dtype, device=self.manager.device)
+        managed.absent_view = one.expand(managed.shape)
         if self.manager.hardware.has_gpu:
             one.untyped_storage().resize_(0)  # otherwise each parameter takes a block of its allocator
-        if not refuse_access(one.untyped_storage(), refusal([managed.name], whole=True), for_good=True):
-            one = self.placeholder(managed.chunk.dtype)
-        managed.absent_view = one.expand(managed.shape)
+        refuse_access(one.untyped_storage(), refusal([managed.name], whole=True))
 
     def placeholder(self, dtype: torch.dtype) -> torch.Tensor:
         """Return one element that stands for values that are lost or absent: NaN, or zero for integers."""
