@@ -14,6 +14,7 @@ from patrickstar._kernels.adam import AdamRule
 from patrickstar._kernels.cpp_backend import CppBackend
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.update_rule import Gradient, Span
+from patrickstar._layout.chunk_mapping import ALIGN_NUMEL
 from patrickstar._step.streamed_update import BUFFERS, IN_KERNEL, StreamedUpdates, buffer_bytes
 from patrickstar._tiers.host_arena import HostArena
 from patrickstar._tiers.host_tier import HostTier
@@ -86,6 +87,23 @@ def test_an_update_in_pieces_has_the_bits_of_an_update_in_place(monkeypatch, hos
     streamed.close()
     expected, found = ([one.param, one.master, *one.states] for one in (expected, found))
     assert_same_bits(expected, found, "parameter, master and states")
+
+
+def test_neighbours_in_a_chunk_are_one_piece(monkeypatch, host_tier):
+    """And what lies between two parameters is left alone, if it belongs to a third."""
+    monkeypatch.setattr("patrickstar._step.streamed_update.PIECE_NUMEL", PIECE_NUMEL)
+    kernels = NotedKernels()
+    kernels.gate.set()
+    parts = [slice(0, 100), slice(128, 384), slice(512, 520)]  # between the last two is one without a gradient
+    expected, found = span(5 * ALIGN_NUMEL), span(5 * ALIGN_NUMEL)
+    kernels.update([expected.page(part) for part in parts], ())
+    streamed = StreamedUpdates(kernels, ImmediateAccelerator(), host_tier, BUFFERS * 2 * PIECE_NUMEL)
+    streamed.submit([on_device(found.page(part)) for part in parts], (), []).wait()
+    streamed.close()
+    assert kernels.notes.count("start") == 2
+    for part in (*parts, slice(384, 512)):
+        one, other = expected.page(part), found.page(part)
+        assert_same_bits([one.param, one.master, *one.states], [other.param, other.master, *other.states], str(part))
 
 
 class NotedKernels(Kernels):
