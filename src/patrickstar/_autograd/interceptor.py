@@ -17,12 +17,8 @@ from patrickstar._autograd.embedding_lookup import can_look_up_on_host, embeddin
 from patrickstar._autograd.engine_closer import EngineCloser
 from patrickstar._autograd.engine_lock import EngineLock
 from patrickstar._autograd.gradient_hooks import GradientHooks
-from patrickstar._autograd.param_attributes import (
-    WRITERS,
-    GradientAttribute,
-    check_written_precision,
-    copied_in_full,
-)
+from patrickstar._autograd.param_attributes import WRITERS, GradientAttribute, check_written_precision, copied_in_full
+from patrickstar._autograd.rounded_copies import MOVING, rounded_copy
 from patrickstar._autograd.timed_product import TimedProduct
 from patrickstar._autograd.transforms import run_on_copies, version_of
 from patrickstar._autograd.windows import GraphSnapshot, HiddenNodes, Window
@@ -51,7 +47,7 @@ _GET_GRAD, _SET_GRAD = descriptor("grad").__get__, descriptor("grad").__set__
 _GET_DATA, _SET_DATA = descriptor("data").__get__, descriptor("data").__set__
 _ADD_HOOK = torch.Tensor.register_post_accumulate_grad_hook
 _SPECIAL = {torch.Tensor.view_as, _ADD_HOOK, _GET_GRAD, _SET_GRAD, _GET_DATA, _SET_DATA, torch.Tensor.detach}
-_SPECIAL |= EXPOSING | UNVERSIONED | REPLACING | RESHAPING | ADDRESSES
+_SPECIAL |= EXPOSING | UNVERSIONED | REPLACING | RESHAPING | ADDRESSES | MOVING
 
 
 class Interceptor:
@@ -125,6 +121,8 @@ class Interceptor:
             if func in EXPOSING:
                 copied = partial(self.operate, torch.Tensor.clone, args[:1], {}, tensors)
                 return expose(func, f"parameter {managed_params[0].name!r}", copied, args[1:], kwargs)
+            if func in MOVING:
+                return rounded_copy(self._operate_plainly(func, args, kwargs, tensors, managed_params), args[0])
             if func in UNVERSIONED:
                 return self._operate_plainly(versioned(func), args, kwargs, tensors, managed_params)
             if func in REPLACING or (func in RESHAPING and managed_param_of(args[0]) is not None):
