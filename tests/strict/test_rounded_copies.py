@@ -64,8 +64,9 @@ def test_a_parameter_made_of_a_rounded_copy_is_a_parameter():
     engine = engine_of("bf16")
     layer = torch.nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.bfloat16)
     layer.weight = torch.nn.Parameter(engine.module[0].weight.detach().cpu())
-    with pytest.raises(ModelError, match=r"'0\.weight'.*rounded"):
-        torch.zeros(WIDTH, WIDTH).copy_(layer.weight.detach())
+    for write in (lambda target, values: target.copy_(values), lambda target, values: target.add_(other=values)):
+        with pytest.raises(ModelError, match=r"'0\.weight'.*rounded"):
+            write(torch.zeros(WIDTH, WIDTH), layer.weight.detach())
     optimizer = torch.optim.AdamW(layer.parameters())
     for copied in (layer, copy.deepcopy(layer)):
         copied(torch.ones(2, WIDTH, dtype=torch.bfloat16)).sum().backward()

@@ -36,8 +36,9 @@ class RoundedCopy(OrdinaryCopies, torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            if func in WRITERS and isinstance(source := args[1], cls) and source._version == source._copied_version:
-                check_written_precision(func, args, source)
+            for source in (*args[1:], *(kwargs or {}).values()) if func in WRITERS else ():
+                if isinstance(source, cls) and source._version == source._copied_version:
+                    check_written_precision(func, args, source)
             out = func(*args, **kwargs or {})
             if func is torch.Tensor.detach:  # nn.Parameter expects its class
                 return cls.of(out, args[0]._managed_params, args[0]._copied_version)
@@ -51,13 +52,8 @@ class RoundedCopy(OrdinaryCopies, torch.Tensor):
 def rounded_copy(out: Any, source: Any) -> Any:
     """Return the result of moving `source`; if that is a rounded parameter, and the result in RAM, as `RoundedCopy`."""
     managed = source._managed_params[0] if isinstance(source, ManagedTensor) else None
-    if (
-        managed is None
-        or type(out) is not torch.Tensor
-        or out.device.type != "cpu"
-        or managed.chunk.device == out.device
-    ):
+    if managed is None or not managed.schema.trained or type(out) is not torch.Tensor:
         return out
-    if not managed.schema.trained or out.dtype.itemsize >= managed.full_dtype.itemsize:
-        return out
-    return RoundedCopy.of(out, source._managed_params, out._version)
+    to_ram = out.device.type == "cpu" and managed.chunk.device != out.device
+    is_rounded = out.dtype.itemsize < managed.full_dtype.itemsize
+    return RoundedCopy.of(out, source._managed_params, out._version) if to_ram and is_rounded else out
