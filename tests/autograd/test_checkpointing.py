@@ -1,5 +1,6 @@
 """Activation checkpointing with each of PyTorch's methods."""
 
+import logging
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from toys import layers, mean_square, module
 
 import patrickstar as ps
 from patrickstar import testing
+from patrickstar._autograd.interceptor import Interceptor
 from patrickstar._engine.engine import Engine
 from patrickstar._params import out_of_memory
 from patrickstar.errors import BudgetError
@@ -198,3 +200,20 @@ def test_an_operator_is_not_tried_again_under_a_checkpoint_of_an_unknown_version
     with OutOfMemoryAt(3), pytest.raises(BudgetError, match="ran out of memory"):
         engine(normal(WIDTH, WIDTH))
     engine.close()
+
+
+def test_a_window_that_was_suspended_leaves_no_moments_in_the_trace(one_thread, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, logger="patrickstar")
+    suspended, open_window = [], Interceptor._open
+    monkeypatch.setattr(Interceptor, "_open", lambda *args: suspended.extend(args[2:]) or open_window(*args))
+    build = module(
+        lambda m, x: checkpoint_sequential(m.layers, 3, x, use_reentrant=False),
+        layers=lambda: layers(32, 6, nn.GELU),
+    )
+    for device_memory in range(36_300, 37_300, 100):  # in some, later steps have room for both
+        config = ps.Config(device="cpu", device_memory=device_memory, chunk_size=4400, precision="fp32")
+        with Engine(build, config) as engine:
+            for _ in range(4):
+                update(engine, engine.optimizer, mean_square(engine(torch.ones(16, 32))))
+    assert suspended
+    assert not [record.getMessage() for record in caplog.records if "trace dropped" in record.getMessage()]

@@ -222,8 +222,10 @@ class Interceptor:
         """End an access, and the operator that it was for."""
         belongs = torch.is_grad_enabled() or self.in_backward
         with managing():
-            self.end_uses(managed_params, suspended)
+            self.end_uses(managed_params)
             self.data.op_boundary(belongs)
+            if suspended is not None:
+                self._open(suspended, None)
             self._progress()
 
     def _progress(self) -> None:
@@ -232,12 +234,12 @@ class Interceptor:
             self.optimizer_in_backward.speculation.progress()
         self.optimizer_in_backward.optimizer_step.progress()
 
-    def end_uses(self, managed_params: Sequence[ManagedParam], suspended: Window | None) -> None:
+    def end_uses(self, managed_params: Sequence[ManagedParam], suspended: Window | None = None) -> None:
         """End an access, and open the window again that it suspended."""
         self.data.release(managed_params, TensorState.HOLD if self.in_backward else TensorState.HOLD_AFTER_FWD)
         if suspended is not None:
             with managing():
-                self._open(suspended)
+                self._open(suspended, None)
 
     def access(self, managed_params: Sequence[ManagedParam]) -> Window | None:
         """Access `managed_params`; return the window that was suspended for them, if any.
@@ -256,9 +258,7 @@ class Interceptor:
                 if window is None:
                     raise
                 self._close()
-                self.data.restore_params(managed_params)
-                self.data.fetch(self.data.chunks_to_fetch(managed_params))
-                self.data.pin(managed_params)
+                self.data.access(managed_params, None)
                 return window
 
     def covers(self, managed_params: Sequence[ManagedParam]) -> bool:
@@ -374,13 +374,13 @@ class Interceptor:
             if not self.gradient_hooks.backward_depth:
                 self.data.finish_backward_gradients()
 
-    def _open(self, window: Window) -> None:
+    def _open(self, window: Window, belongs: bool | None = True) -> None:
         window.held = self.covers(window.managed_params)
         if window.held:
             for managed in window.managed_params:
                 managed.chunk.pins += 1
         else:
-            self.data.access(window.managed_params, belongs=True)
+            self.data.access(window.managed_params, belongs)
         self.window = window
 
     def _close(self) -> None:

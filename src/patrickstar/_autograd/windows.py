@@ -25,9 +25,9 @@ from patrickstar._params.precision import WITHOUT_TENSORS, tensors_in
 # exception: a later in-place operator replaces its node, so all nodes are hooked.
 #
 # [Note: recomputation inside a window]
-# With activation checkpointing, a node's saved tensors are recomputed after its pre-hook has run, so the recomputed
-# operators access parameters while a window is open. If both do not fit, the window is suspended while the recomputed
-# operator runs, so that the device never has to hold more than one operator's chunks.
+# With activation checkpointing, a node's saved tensors are recomputed after its pre-hook has run, so operators
+# access parameters while a window is open. If both do not fit on the device, the window is suspended while the operator
+# runs. The trace has no moments of it: later iterations, which may have room for both, follow the same trace.
 
 
 class GraphSnapshot(NamedTuple):

@@ -33,6 +33,7 @@ from patrickstar._engine.initialize import check_fit, create_engine
 from patrickstar._engine.recording import Recording
 from patrickstar._engine.run_log import RunLog, StepRecord
 from patrickstar._engine.tensorboard_log import summary_writer
+from patrickstar._hardware.defer_sigint import DeferSigint
 from patrickstar._hardware.machine_name import machine_name
 from patrickstar._models.model_source import ModelSource, find_model
 from patrickstar._models.training_step import token_ids
@@ -229,12 +230,9 @@ class _TrainingRun:
     def save_if_due(self) -> None:
         """Write a checkpoint if one is due: in the background, except after the last step."""
         last = self.step == self.options.steps or self.out_of_time
-        if (
-            self._resume.checkpoints is not None
-            and (self.step % self._resume.every == 0 or last)
-            and self.step > self._saved
-        ):
-            self.lost = not self._resume.checkpoints.save(self.engine, self.step, self._state, wait=last)
+        checkpoints, every = self._resume.checkpoints, self._resume.every
+        if checkpoints is not None and (self.step % every == 0 or last) and self.step > self._saved:
+            self.lost = not checkpoints.save(self.engine, self.step, self._state, wait=last)
             self._saved = self.step
 
 
@@ -251,16 +249,17 @@ def _training_loop(
             started = time.perf_counter()
             learning_rate = float(run.scheduler.get_last_lr()[0])
             loss, norm = _step(options, engine, batches, run.step + 1)
-            run.scheduler.step()
-            run.step += 1
-            record = recording.log(
-                loss=loss,
-                learning_rate=learning_rate,
-                gradient_norm=norm,
-                tokens=tokens,
-                elapsed_s=time.perf_counter() - started,
-            )
-            records.append(record)
+            with DeferSigint():  # a step that is in the log is in the summary, too
+                run.scheduler.step()
+                run.step += 1
+                record = recording.log(
+                    loss=loss,
+                    learning_rate=learning_rate,
+                    gradient_norm=norm,
+                    tokens=tokens,
+                    elapsed_s=time.perf_counter() - started,
+                )
+                records.append(record)
             progress.show(record)
             run.note_time(record.elapsed_s)
             run.save_if_due()

@@ -61,10 +61,10 @@ class ModelData(LocalShards, ProcessHooks):
     # Access and release (Algorithms 1 and 2)
 
     @defer_sigint
-    def access(self, managed_params: Sequence[ManagedParam], belongs: bool, *, gently: bool = False) -> None:
-        """Fetch parameters to the device and pin them until `release`.
+    def access(self, managed_params: Sequence[ManagedParam], belongs: bool | None, *, gently: bool = False) -> None:
+        """Fetch parameters to the device and pin them until `release`. `gently`: evict only `param16` chunks for them.
 
-        `belongs`: the access is part of the traced iteration. `gently`: evict only `param16` chunks to make room.
+        `belongs`: the access begins a moment, which is part of the traced iteration or not; None: it begins none.
         """
         if self.closed:
             raise TrainingError(f"parameter {managed_params[0].name!r} is used by a graph whose engine is closed")
@@ -75,7 +75,8 @@ class ModelData(LocalShards, ProcessHooks):
             self.fetch(self.chunks_to_fetch(with_gradients), gently=gently)
         self.restore_params(managed_params)
         chunks = self.chunks_to_fetch(managed_params)
-        self._begin_moment(tuple(chunk.index for chunk in chunks), belongs)
+        if belongs is not None:
+            self._begin_moment(tuple(chunk.index for chunk in chunks), belongs)
         if not (at_rest := self.manager.at_rest(chunks)):
             with profiler_range("access", profiled_names(managed_params)):
                 try:
@@ -371,8 +372,7 @@ class ModelData(LocalShards, ProcessHooks):
             for chunk in lists:
                 if not any(each.state.update_pending or each.state.late for each in self.by_chunk[chunk.index]):
                     self.manager.remove(chunk)
-        changed = accumulated != self.accumulates
-        self.accumulates = accumulated
+        changed, self.accumulates = accumulated != self.accumulates, accumulated
         return changed
 
     @defer_sigint
