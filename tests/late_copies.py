@@ -61,7 +61,7 @@ class LateTransfer(StreamTransfer):
         """True if the host knows that the copy is done."""
         self.read: bytes | None = None
         """Bytes of the source when the copy ran, while the source must not change."""
-        self.to_host = chunk.host is not None and target.data_ptr() == chunk.host.data_ptr()
+        self.to_host = chunk.host.present and target.data_ptr() == chunk.host.memory.data_ptr()
         self.hidden: bytes | None = None
         """Bytes that were copied to the host, which has not waited for them."""
         self.before = {transfer for transfer in stream.hardware.pending if transfer.ordered}
@@ -100,7 +100,7 @@ class LateTransfer(StreamTransfer):
     def run(self) -> None:
         """Copy the current bytes. The host sees bytes that the device has written once it has waited for them."""
         self.ran = True
-        assert self.chunk.device_resident, f"{self.chunk}: its device memory was freed while a copy was queued"
+        assert self.chunk.device.present, f"{self.chunk}: its device memory was freed while a copy was queued"
         self.stream.hardware.arrive(self.source_address, self.nbytes)
         self.read = ctypes.string_at(self.source_address, self.nbytes)
         if self.to_host:
@@ -170,17 +170,17 @@ class LateCopies(CopyStreams):
     def up(self, chunk: Chunk, urgent: bool = False, after: LateTransfer | None = None) -> LateTransfer:
         if after is not None:
             after.order()
-        assert chunk.host is not None
+        assert chunk.host.memory is not None
         stream = self._urgent if urgent else self._up
-        return stream.submit(chunk, chunk.on_device(chunk.whole), chunk.host)
+        return stream.submit(chunk, chunk.on_device(chunk.whole), chunk.host.memory)
 
     def down(self, chunk: Chunk) -> LateTransfer:
-        assert chunk.host is not None
-        return self._down.submit(chunk, chunk.host, chunk.on_device(chunk.whole))
+        assert chunk.host.memory is not None
+        return self._down.submit(chunk, chunk.host.memory, chunk.on_device(chunk.whole))
 
     def down_now(self, chunk: Chunk) -> None:
-        assert chunk.host is not None
-        self._down.hardware.allow_overwrite(chunk.host)
+        assert chunk.host.memory is not None
+        self._down.hardware.allow_overwrite(chunk.host.memory)
         super().down_now(chunk)
 
 
@@ -282,7 +282,7 @@ class LateHardware(Hardware):
                 transfer.target_address < address + nbytes and address < transfer.target_address + transfer.nbytes
             )
             # A closed engine's copies remain here, while its memory may belong to another.
-            if transfer.ordered and overlaps and transfer.chunk.host is not None:
+            if transfer.ordered and overlaps and transfer.chunk.host.present:
                 transfer.arrive()
 
     def check_pending(self) -> None:

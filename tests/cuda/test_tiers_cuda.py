@@ -113,7 +113,7 @@ def test_a_copy_runs_on_its_own_stream_and_computation_waits_for_it_on_the_gpu()
     host, copies = HostTier(1 << 26, 1 << 26, hardware.host_arena, poison=False), hardware.copies()
     chunk = Chunk("param16", 0, 1 << 24, "bfloat16", device)
     host.allocate(chunk).fill_(3.0)
-    chunk.host_valid = True
+    chunk.host.valid = True
     chunk.allocate_device()
     chunk.on_device(chunk.whole).fill_(3.0)
     assert bool((chunk.on_device(chunk.whole) == 3).all())
@@ -134,7 +134,7 @@ def test_a_copy_runs_on_its_own_stream_and_computation_waits_for_it_on_the_gpu()
     down = copies.down(chunk)
     assert not down.done
     down.wait()
-    assert bool((chunk.host == 5).all())
+    assert bool((chunk.host.memory == 5).all())
     chunk.free_device(poison=False)
     host.free(chunk)
     copies.close()

@@ -80,7 +80,7 @@ def test_a_step_sends_the_bytes_of_the_table(size, replicas, gathers, reduce_dty
         loss = mean_square(engine(torch.randn(4, WIDTH)))
         if gathers == 2:
             for chunk in manager.param16.values():
-                if chunk.device_resident:
+                if chunk.device.present:
                     manager.drop(chunk)
             model_data_of(engine).update_param_views()
         engine.backward(loss)

@@ -71,8 +71,8 @@ def check_alignment(engine: Engine) -> set[tuple[str, str]]:
                 continue
             offset = managed.region.offset if chunk is managed.chunk else managed.location.offset
             first = Region(offset, (1,), (1,))
-            views = {"device": chunk.on_device} if chunk.device_resident else {}
-            views |= {"host": chunk.on_host} if chunk.host is not None else {}
+            views = {"device": chunk.on_device} if chunk.device.present else {}
+            views |= {"host": chunk.on_host} if chunk.host.present else {}
             for tier, view in views.items():
                 off = view(first).data_ptr() % min(256, ALIGN_NUMEL * chunk.dtype.itemsize)
                 assert off == 0, f"{managed.name} in {chunk} on the {tier}: {off} bytes off"
@@ -99,7 +99,7 @@ def check_real_bytes(manager: ChunkManager, *more: Chunk) -> None:
     (arena,) = manager.host_tier.arenas
     base = arena.memory.data_ptr()
     locations = sorted(
-        (c.host.data_ptr() - base, c.host.data_ptr() - base + c.host.nbytes) for c in chunks if c.host_bytes
+        (start := c.host.memory.data_ptr() - base, start + c.host.memory.nbytes) for c in chunks if c.host_bytes
     )
     assert all(0 <= start <= end <= arena.nbytes for start, end in locations)
     assert sum(end - start for start, end in locations) <= arena.touched_bytes <= round_up(arena.nbytes)

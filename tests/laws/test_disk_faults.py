@@ -265,7 +265,7 @@ def test_an_update_that_fails_under_close_is_reported(config, reference):
     train(engine, inputs(STEPS))
     index = max(optimizer_step_of(engine).disk_step.pending)
     chunk = manager_of(engine)["exp_avg", index]
-    overwrite(engine, {chunk.disk_offset + chunk.nbytes - 64: b"\x55" * 64})
+    overwrite(engine, {chunk.disk.offset + chunk.nbytes - 64: b"\x55" * 64})
     with pytest.raises(DiskError, match=rf"exp_avg\[{index}\].*damaged") as raised:
         engine.close()
     note = next(note for note in raised.value.__notes__ if "may be updated in part" in note)
@@ -281,8 +281,8 @@ def test_a_corrupt_page_loses_only_the_parameters_on_it(config, reference):
     engine = small_engine(blocks, config)
     run(engine, [])
     chunk = manager_of(engine)["param32", 3]
-    assert chunk.disk_valid and not chunk.in_memory
-    overwrite(engine, {chunk.disk_offset + 4096: b"\x55" * 64})
+    assert chunk.disk.valid and not chunk.in_memory
+    overwrite(engine, {chunk.disk.offset + 4096: b"\x55" * 64})
     in_chunk = [param for param in engine.inspect().parameters if param.chunk == 3]
     on_page = [param.name for param in in_chunk if 1 in tiers.pages_of(param.offset, param.numel, 1024)]
     with pytest.raises(DiskError, match=r"can't read 4096 bytes of param32\[3\].*damaged") as raised:

@@ -103,7 +103,7 @@ def test_reads_that_were_interrupted_are_made_up_for(engine):
 def test_after_the_last_update_every_page_is_on_disk(engine, slow_writes):
     steps(engine, 2)
     disk_step_of(engine).finish()
-    assert not any(chunk.has_page_writes for chunk in manager_of(engine).chunks.values())
+    assert not any(chunk.disk.has_writes for chunk in manager_of(engine).chunks.values())
 
 
 def test_gradients_on_disk_are_read_for_an_update_on_the_host(tmp_path):

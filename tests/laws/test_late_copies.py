@@ -22,7 +22,7 @@ from patrickstar._chunks.transfers import ChunkTransfers
 from patrickstar._engine.engine import Engine
 from patrickstar._kernels.cpp_backend import CppBackend
 from patrickstar._schedule.placement import Tier
-from patrickstar._tiers.chunk import fill_poison
+from patrickstar._tiers.chunk import HostCopy, fill_poison
 from patrickstar._tiers.host_arena import HostArena
 from patrickstar.errors import BudgetError
 
@@ -183,8 +183,8 @@ def test_the_host_does_not_wait_for_copies_to_the_device():
         engine(*batches(1)[0])
         queued, waited = hardware.queued, hardware.host_waits
         engine(*batches(1)[0])
-    assert hardware.queued - queued > 5, "the budget is large enough for everything"
-    assert hardware.host_waits == waited
+        assert hardware.queued - queued > 5, "the budget is large enough for everything"
+        assert hardware.host_waits == waited
 
 
 def no_order(monkeypatch):
@@ -197,14 +197,14 @@ def no_wait_before_host_memory_is_freed(monkeypatch):
     mapped = []  # a copy into memory that is unmapped would end the process
     close = HostArena.close
     monkeypatch.setattr(HostArena, "close", lambda arena: (mapped.append(arena.memory), close(arena)))
-    monkeypatch.setattr("patrickstar._tiers.host_tier._wait_for_transfers", lambda chunk: None)
+    monkeypatch.setattr(HostCopy, "vacate", lambda copy: None)
 
 
 def no_wait_before_the_host_writes(monkeypatch):
     """Write a gradient over a host copy that an earlier fetch may still read."""
 
     def ensure(self, *chunks, in_order=False):
-        if any(chunk.fetch_transfer is not None or not chunk.in_memory for chunk in chunks):
+        if any(chunk.device.writer is not None or not chunk.in_memory for chunk in chunks):
             self.fetch(chunks)
 
     monkeypatch.setattr(ChunkManager, "ensure_in_memory", ensure)

@@ -332,7 +332,7 @@ def test_the_buffers_are_counted_and_stay_on_the_host(tmp_path):
             step(late, number)
             manager_of(late).free_host(choice.choice([10_000, 200_000]))
             for (kind, _), chunk in manager_of(late).chunks.items():
-                assert not kind.startswith("buffered") or (chunk.host_valid and not chunk.device_bytes)
+                assert not kind.startswith("buffered") or (chunk.host.valid and not chunk.device_bytes)
             assert late.stats.last.host_peak_model_bytes <= late.host_budget_bytes
 
 

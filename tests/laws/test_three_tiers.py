@@ -198,7 +198,7 @@ def test_every_chunk_has_a_valid_copy_and_duplicates_agree_after_every_operator(
         chunks = manager_of(engine).chunks
 
         def check():
-            idle = [chunk for chunk in chunks.values() if not (chunk.fetch_transfer or chunk.eviction_transfer)]
+            idle = [chunk for chunk in chunks.values() if not (chunk.device.writer or chunk.device.reader)]
             tiers.assert_one_owner(chunk for chunk in idle if not chunk.pins)
 
         with after_operators(engine, check):

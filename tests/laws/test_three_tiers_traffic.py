@@ -109,7 +109,7 @@ class RecordingDisk(DiskTier):
     def write(self, chunk, start, source, **options):
         self.moved.append(("write", chunk.kind, source.numel()))
         from_device = source.untyped_storage()._cdata == chunk.storage._cdata
-        if from_device and (chunk.host_valid or chunk.disk_valid):
+        if from_device and (chunk.host.valid or chunk.disk.valid):
             self.clean.append(chunk)
         return super().write(chunk, start, source, **options)
 

@@ -30,11 +30,11 @@ class RecordingManager(ChunkManager):
         self.transfers.start_eviction = lambda chunk, tier: (self.record(chunk), start_eviction(chunk, tier))
 
     def record(self, chunk):
-        if chunk.host_valid or chunk.disk_valid:
+        if chunk.host.valid or chunk.disk.valid:
             self.clean_write_backs.append(chunk)
 
     def _evict_to_host(self, chunk):
-        clean = chunk.host_valid or chunk.disk_valid
+        clean = chunk.host.valid or chunk.disk.valid
         before = self.counters.d2h_bytes
         evicted = super()._evict_to_host(chunk)
         if clean and self.counters.d2h_bytes != before:
@@ -88,7 +88,7 @@ def test_a_planned_step_fetches_the_optimum(layers, chunks_that_fit):
     engine = Engine(shape.build, config("bf16", chunk_bytes, device_memory=budget), meter=NoMeter())
     train(engine, batches(4))
     param16 = manager_of(engine).param16
-    present = frozenset(index for index, chunk in param16.items() if chunk.device_valid)
+    present = frozenset(index for index, chunk in param16.items() if chunk.device.valid)
     train(engine, batches(5)[4:])
     (trace,) = tracer_of(engine).traces.values()
     sizes = {chunk.index: chunk.compute_bytes for chunk in engine.layout.chunks}
@@ -150,8 +150,8 @@ def test_one_owner_and_duplicates_that_agree(shape, chunk_size, spare_bytes, see
         torch.manual_seed(step)
         assert train(dropping, batches(1)) == losses
         for chunk in manager_of(engine).chunks.values():
-            assert chunk.in_memory and not chunk.disk_valid
-            if chunk.device_valid and chunk.host_valid:
+            assert chunk.in_memory and not chunk.disk.valid
+            if chunk.device.valid and chunk.host.valid:
                 assert torch.equal(chunk.on_device(chunk.whole), chunk.on_host(chunk.whole))
 
 
@@ -160,5 +160,5 @@ def drop_duplicates(engine: Engine, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     manager = manager_of(engine)
     for chunk in manager.chunks.values():
-        if chunk.device_valid and chunk.host_valid and torch.rand((), generator=generator) < 0.5:
+        if chunk.device.valid and chunk.host.valid and torch.rand((), generator=generator) < 0.5:
             manager.host_tier.free(chunk)

@@ -156,7 +156,7 @@ def assert_at_rest(engine: Engine) -> None:
     assert not any(param.update_pending or param.uses for param in engine.inspect().parameters)
     assert not manager.transfers.in_flight and manager.transfers.evicting_bytes == 0
     for chunk in manager.chunks.values():
-        assert not (chunk.pins or chunk.fetch_transfer or chunk.eviction_transfer or chunk.has_page_writes), (
+        assert not (chunk.pins or chunk.device.writer or chunk.device.reader or chunk.disk.has_writes), (
             f"{chunk} is in use"
         )
     assert_one_owner(manager.chunks.values())
@@ -166,10 +166,10 @@ def assert_at_rest(engine: Engine) -> None:
 def assert_one_owner(chunks: Iterable[Chunk]) -> None:
     """Assert that every chunk has a valid copy, and that duplicate copies agree."""
     for chunk in chunks:
-        assert chunk.device_valid or chunk.host_valid or chunk.disk_valid, f"{chunk} has no valid copy"
-        assert chunk.device_resident or not chunk.device_valid, f"{chunk} has no device memory"
-        assert chunk.host is not None or not chunk.host_valid, f"{chunk} has no host memory"
-        if chunk.device_valid and chunk.host_valid:
+        assert chunk.device.valid or chunk.host.valid or chunk.disk.valid, f"{chunk} has no valid copy"
+        assert chunk.device.present or not chunk.device.valid, f"{chunk} has no device memory"
+        assert chunk.host.present or not chunk.host.valid, f"{chunk} has no host memory"
+        if chunk.device.valid and chunk.host.valid:
             testing.assert_same_bits(
                 [chunk.on_device(chunk.whole)], [chunk.on_host(chunk.whole)], f"{chunk} on device and host"
             )
@@ -177,7 +177,7 @@ def assert_one_owner(chunks: Iterable[Chunk]) -> None:
 
 def real_bytes(chunks: Iterable[Chunk]) -> tuple[int, int]:
     """Return the bytes of chunks on the device and on the host."""
-    hosts = [chunk.host for chunk in chunks if chunk.host is not None]
+    hosts = [chunk.host.memory for chunk in chunks if chunk.host.present]
     return sum(chunk.device_bytes for chunk in chunks), sum(host.numel() * host.element_size() for host in hosts)
 
 

@@ -28,10 +28,10 @@ MODULES = {
     "_tiers": "chunk copy_streams device_tier disk_tier host_tier",
 }
 CALLS = {
-    *("cancel", "cancel_running", "complete", "complete_in_order", "complete_io", "ensure_in_memory", "finish"),
-    *("finish_first", "finish_running", "finish_one", "order", "wait", "wait_event", "wait_fetch", "wait_for_d2h"),
-    *("wait_for_save", "wait_for_update", "wait_idle", "wait_stream", "synchronize", "_end_or_withdraw"),
-    *("_end_running", "_finish", "_order", "_wait_for", "_wait_for_transfers"),
+    *("cancel", "cancel_running", "complete", "end_save", "end_update", "ensure_in_memory", "finish", "finish_first"),
+    *("finish_one", "finish_running", "finish_save", "finish_update", "order", "settle", "synchronize", "vacate"),
+    *("wait", "wait_event", "wait_stream", "_arrive", "_end_or_withdraw", "_end_running", "_finish", "_order"),
+    *("_wait_for",),
 }
 TESTS = "unit/test_transfers.py", "unit/test_host_tier.py", "laws/test_disk_optimizer_step.py"
 STRICT = (

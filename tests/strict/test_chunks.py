@@ -56,7 +56,7 @@ def evicted(manager: ChunkManager, index: int, value: float) -> Chunk:
     chunk = filled(manager, index, Tier.DEVICE, value)
     start_eviction(manager, chunk)
     manager.transfers.complete(chunk)
-    assert chunk.host_valid and not chunk.device_resident
+    assert chunk.host.valid and not chunk.device.present
     return chunk
 
 
@@ -66,7 +66,7 @@ def fetched_and_dropped(manager: ChunkManager, index: int, value: float) -> tupl
     manager.fetch([chunk])
     read = chunk.on_device(chunk.whole).clone()
     manager._evict(chunk)
-    assert chunk.host_valid and not chunk.device_resident
+    assert chunk.host.valid and not chunk.device.present
     return chunk, read
 
 
@@ -90,7 +90,7 @@ def test_no_copy_uses_the_host_after_a_chunk_is_idle(manager):
     in_flight = filled(manager, 2, Tier.HOST, 4.0)
     manager.transfers.start_fetch(in_flight, urgent=False)
     for chunk in (read_by_copy, written_by_copy, in_flight):
-        manager.transfers.wait_idle(chunk)
+        manager.transfers.settle(chunk)
         chunk._host_view(chunk.whole).add_(10)
     assert (read == 2).all().item()
     assert (written_by_copy.on_host(written_by_copy.whole) == 13).all()
@@ -122,7 +122,7 @@ def test_all_transfers_end_at_once(manager):
     start_eviction(manager, down)
     manager.complete_transfers()
     assert not manager.transfers.in_flight
-    assert up.device_valid and down.host_valid and not down.device_resident
+    assert up.device.valid and down.host.valid and not down.device.present
 
 
 def test_transfers_that_have_ended_free_their_memory_without_a_wait(manager):
@@ -154,7 +154,7 @@ def test_an_only_copy_in_flight_survives_the_cancelling_of_all_transfers(manager
     manager.transfers.start_fetch(chunk, urgent=False)
     manager.host_tier.free(chunk)
     manager.cancel_transfers()
-    assert chunk.device_valid
+    assert chunk.device.valid
     assert (chunk.on_device(chunk.whole) == 2).all().item()
 
 
@@ -162,7 +162,7 @@ def test_held_chunks_stay_while_others_are_evicted(manager):
     held, other = filled(manager, 0, Tier.DEVICE, 2.0), filled(manager, 1, Tier.DEVICE, 3.0)
     manager.hold(held)
     manager.make_room((DEVICE_CHUNKS - 1) * ALIGN_BYTES, protect=())
-    assert held.device_valid and not other.device_resident
+    assert held.device.valid and not other.device.present
     manager.withdraw_holds()
 
 
@@ -170,14 +170,14 @@ def test_a_chunk_that_makes_room_for_a_new_one_on_the_host_is_valid_at_once(mana
     first, *_ = [filled(manager, index, Tier.HOST, float(index)) for index in range(HOST_CHUNKS)]
     manager.transfers.keep_duplicates = False
     filled(manager, HOST_CHUNKS, Tier.HOST, 9.0)
-    assert first.device_valid and not manager.transfers.in_flight
+    assert first.device.valid and not manager.transfers.in_flight
 
 
 def test_a_cancelled_eviction_no_longer_writes_to_the_host(manager):
     chunk = filled(manager, 0, Tier.DEVICE, 3.0)
     start_eviction(manager, chunk)
     manager.cancel_transfers()
-    assert chunk.device_valid and not chunk.host_valid
+    assert chunk.device.valid and not chunk.host.valid
     manager.host_tier.free(chunk)
     successor = filled(manager, 1, Tier.HOST, 9.0)
     torch.accelerator.synchronize()

@@ -86,7 +86,7 @@ def test_a_step_ends_before_its_pages_are_updated(tmp_path):
         pipeline = disk_step_of(engine)
         with updates_in_progress(engine):
             assert pipeline.pending
-            assert all(chunk.finish_update is not None for chunk in updated(engine))
+            assert all(chunk.updating for chunk in updated(engine))
         engine.optimizer.zero_grad()
         backward(engine)
         assert not pipeline.pending and not updated(engine)
@@ -102,7 +102,7 @@ def test_a_chunk_moves_once_its_update_has_ended(tmp_path, tier, move):
         manager = manager_of(engine)
         chunk = manager.param16[0]
         with updates_in_progress(engine, tier) as opened:
-            assert chunk in updated(engine) and chunk.device_valid == (tier is Tier.DEVICE)
+            assert chunk in updated(engine) and chunk.device.valid == (tier is Tier.DEVICE)
             timer = set_later(opened)
             if move == "evict":
                 manager.make_room(manager.device_tier.chunkable_bytes, protect=())
@@ -116,12 +116,12 @@ def test_a_chunk_moves_once_its_update_has_ended(tmp_path, tier, move):
                 manager.queue_fetches([chunk])
                 manager.cancel_prefetch()
                 assert not opened.is_set() and not chunk.device_bytes, "a step does not wait for what was queued"
-                chunk.wait_for_update()
+                chunk.finish_update()
                 manager.poll_transfers()
                 assert chunk.device_bytes, "what was queued and has room is fetched after the update"
             else:
                 assert manager.free_host(manager.host_tier.budget_bytes - manager.host_tier.other_bytes)
-            assert opened.is_set() and chunk not in updated(engine) and chunk.finish_update is None
+            assert opened.is_set() and chunk not in updated(engine) and not chunk.updating
             timer.join()
 
 
@@ -188,7 +188,7 @@ def test_a_chunk_on_its_way_to_the_host_is_updated_there(tmp_path):
                     manager.transfers.start_eviction(chunk, Tier.HOST)
                 engine.optimizer.step()
                 pipeline.finish()
-                assert chunk.device_valid is not evict
+                assert chunk.device.valid is not evict
                 engine.optimizer.zero_grad()
             results.append(engine.state_dict())
     testing.assert_same_bits(*results, "parameters")

@@ -44,7 +44,7 @@ def speculation_bytes(engine: Engine) -> int:
     for (_, index), chunk in manager_of(engine).chunks.items():
         chunks.setdefault(index, []).append(chunk)
     states = {index: [chunk for chunk in each if chunk.kind != "param16"] for index, each in chunks.items()}
-    on_host = [index for index, each in states.items() if all(chunk.host is not None for chunk in each)]
+    on_host = [index for index, each in states.items() if all(chunk.host.present for chunk in each)]
     return sum(chunk.nbytes for index in on_host for chunk in chunks[index])
 
 

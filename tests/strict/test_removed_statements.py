@@ -6,7 +6,7 @@ import removed_statements
 REMOVED = (
     "accelerator: self.current_stream().wait_event(event)",
     pytest.param("accelerator: event.synchronize()", marks=pytest.mark.slow),
-    pytest.param("chunk: self.d2h_transfer.wait()", marks=pytest.mark.slow),
+    pytest.param("chunk: wait(self.writer)", marks=pytest.mark.slow),
     pytest.param("streamed_update: self.accelerator.order(used)", marks=pytest.mark.slow),
 )
 

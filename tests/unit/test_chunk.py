@@ -33,7 +33,7 @@ def chunk_of(values, page_pool=None, dtype="float32"):
     chunk = Chunk("param16", 3, len(values), dtype, CPU, page_pool)
     chunk.allocate_device()
     chunk.on_device(chunk.whole).copy_(torch.tensor(values))
-    chunk.device_valid = True
+    chunk.device.valid = True
     return chunk
 
 
@@ -46,7 +46,7 @@ def evict_and_fetch(chunk, host, page_pool):
     intruder.on_device(intruder.whole).fill_(-1.0)
     chunk.allocate_device()
     chunk.on_device(chunk.whole).copy_(chunk.on_host(chunk.whole))
-    chunk.device_valid = True
+    chunk.device.valid = True
     assert (intruder.on_device(intruder.whole) == -1.0).all()
 
 
@@ -60,7 +60,7 @@ def test_new_chunk_uses_no_memory(page_pool):
     assert (chunk.device_bytes, chunk.host_bytes) == (0, 0)
     assert real_device_bytes(chunk, page_pool) == 0
     assert chunk.nbytes == 400
-    assert not chunk.device_valid and not chunk.host_valid and not chunk.disk_valid
+    assert not chunk.device.valid and not chunk.host.valid and not chunk.disk.valid
     assert not chunk.in_memory
     assert repr(chunk) == "exp_avg[7]"
 
@@ -72,7 +72,7 @@ def test_sizes_follow_the_dtype_on_both_tiers(dtype, page_pool, host):
     host.allocate(chunk)
     assert chunk.device_bytes == chunk.host_bytes == chunk.nbytes == 96 * getattr(torch, dtype).itemsize
     assert chunk.on_device(chunk.whole).dtype == chunk.on_host(chunk.whole).dtype == getattr(torch, dtype)
-    assert chunk.host.nbytes == chunk.host_block.nbytes == chunk.nbytes
+    assert chunk.host.memory.nbytes == chunk.host.block.nbytes == chunk.nbytes
     assert real_device_bytes(chunk, page_pool) == (chunk.nbytes if page_pool is None else round_up(chunk.nbytes))
     chunk.free_device(poison=False)
     host.free(chunk)
@@ -131,7 +131,7 @@ def test_a_region_has_an_offset_a_shape_and_strides(page_pool, host):
         assert view.tolist() == [[4.0, 6.0, 8.0], [5.0, 7.0, 9.0]]
         assert view.stride() == (1, 2)
     assert chunk.on_device(column_major).storage_offset() == 4
-    assert chunk.on_host(column_major).storage_offset() == chunk.host_block.start // 4 + 4 > 4
+    assert chunk.on_host(column_major).storage_offset() == chunk.host.block.start // 4 + 4 > 4
 
 
 def test_current_is_a_valid_copy_preferably_the_device_copy(page_pool, host):
@@ -139,15 +139,15 @@ def test_current_is_a_valid_copy_preferably_the_device_copy(page_pool, host):
     host.allocate(chunk).fill_(2.0)
     assert chunk.current(chunk.whole).item() == 1.0
     assert chunk.read_storage is chunk.storage
-    chunk.host_valid = True
+    chunk.host.valid = True
     assert chunk.current(chunk.whole).item() == 1.0
     chunk.free_device(poison=False)
     assert chunk.current(chunk.whole).item() == 2.0
     assert chunk.read_storage.data_ptr() == host.arenas[0].memory.data_ptr()
-    assert chunk.in_memory and not chunk.device_valid
+    assert chunk.in_memory and not chunk.device.valid
     host.free(chunk)
-    chunk.disk_valid = True
-    assert not chunk.in_memory and not chunk.host_valid
+    chunk.disk.valid = True
+    assert not chunk.in_memory and not chunk.host.valid
     with pytest.raises(AssertionError, match=r"param16\[3\] is not in memory"):
         chunk.current(chunk.whole)
     with pytest.raises(AssertionError, match=r"param16\[3\] has no host copy"):

@@ -68,15 +68,17 @@ class CheckedHostTier(HostTier):
 def real_bytes(manager: ChunkManager, *more: Chunk) -> tuple[int, int]:
     """Return the bytes allocated to chunks on the device (without page rounding) and in the host arena."""
     chunks = {*manager.chunks.values(), *more}
-    device = sum(chunk.nbytes for chunk in chunks if chunk.device_resident)
+    device = sum(chunk.nbytes for chunk in chunks if chunk.device.present)
     if manager.device_tier.page_pool is None:
         assert device == sum(chunk.storage.nbytes() for chunk in chunks)
     else:
-        pages = sum(round_up(chunk.nbytes) for chunk in chunks if chunk.device_resident)
+        pages = sum(round_up(chunk.nbytes) for chunk in chunks if chunk.device.present)
         assert manager.device_tier.page_pool.mapped_bytes - manager.device_tier.page_pool.parked_bytes == pages
     (arena,) = manager.host_tier.arenas
     base = arena.memory.data_ptr()
-    hosts = sorted((chunk.host.data_ptr() - base, chunk.host.nbytes) for chunk in chunks if chunk.host is not None)
+    hosts = sorted(
+        (chunk.host.memory.data_ptr() - base, chunk.host.memory.nbytes) for chunk in chunks if chunk.host.present
+    )
     assert all(end <= start for (_, end), (start, _) in pairwise((start, start + nbytes) for start, nbytes in hosts))
     assert all(start >= 0 and start + nbytes <= arena.nbytes for start, nbytes in hosts)
     return device, sum(nbytes for _, nbytes in hosts)
@@ -130,10 +132,10 @@ class Operations(RuleBasedStateMachine):
         """
         manager = self.manager
         counters, manager.io_dispatch.counters = manager.counters, TransferCounters()
-        before = {c: (c.device_valid, c.host_valid, c.transferred_bytes) for c in self.value}
+        before = {c: (c.device.valid, c.host.valid, c.transferred_bytes) for c in self.value}
         for chunk in self.value:
             chunk.dropped = False
-        addresses = {c: c.host.data_ptr() for c in self.value if c.host is not None}
+        addresses = {c: c.host.memory.data_ptr() for c in self.value if c.host.present}
         manager.drain_moved()
         CheckedChunk.evicted.clear()
         error = None
@@ -142,8 +144,8 @@ class Operations(RuleBasedStateMachine):
         except BudgetError as caught:
             error = caught
         left = [*CheckedChunk.evicted]
-        assert set(left) == {c for c in self.value if before[c][0] and not c.device_valid}
-        fetched = [c for c in self.value if not before[c][0] and c.device_valid]
+        assert set(left) == {c for c in self.value if before[c][0] and not c.device.valid}
+        fetched = [c for c in self.value if not before[c][0] and c.device.valid]
         for chunk, (_, host_valid, moved) in before.items():
             written_back = chunk in left and (not host_valid or chunk.dropped)
             assert chunk.transferred_bytes - moved == chunk.nbytes * ((chunk in fetched) + written_back)
@@ -151,9 +153,9 @@ class Operations(RuleBasedStateMachine):
         drained = manager.drain_moved()
         assert {*fetched, *left} <= drained
         for chunk in self.value:
-            if chunk in addresses and chunk.host is not None and not chunk.dropped:
-                assert chunk in drained or chunk.host.data_ptr() == addresses[chunk], "a move was not reported"
-        assert all(c.host is not None or c.dropped for c in drained - {*fetched, *left}), (
+            if chunk in addresses and chunk.host.present and not chunk.dropped:
+                assert chunk in drained or chunk.host.memory.data_ptr() == addresses[chunk], "a move was not reported"
+        assert all(c.host.present or c.dropped for c in drained - {*fetched, *left}), (
             "a chunk was reported without a change"
         )
         assert manager.counters.h2d_bytes == sum(c.nbytes for c in fetched)
@@ -192,7 +194,7 @@ class Operations(RuleBasedStateMachine):
 
     def host_room(self) -> int:
         """Return the free host bytes, with all duplicate copies freed."""
-        needed = sum(c.host_bytes for c in self.value if not c.device_valid)
+        needed = sum(c.host_bytes for c in self.value if not c.device.valid)
         return self.manager.host_tier.budget_bytes - self.manager.host_tier.other_bytes - needed
 
     def is_evictable(self, chunk: CheckedChunk) -> bool:
@@ -213,7 +215,7 @@ class Operations(RuleBasedStateMachine):
             nbytes = ALIGN_NUMEL * size * getattr(torch, DTYPES[kind]).itemsize
             assert needs > 0 if on_device else needs == nbytes - self.host_room()
             return
-        assert chunk.device_valid is on_device and chunk.host_valid is not on_device
+        assert chunk.device.valid is on_device and chunk.host.valid is not on_device
         assert (chunk.current(chunk.whole) == 0).all()
         self.fill(chunk, on_device)
 
@@ -230,11 +232,11 @@ class Operations(RuleBasedStateMachine):
     @rule(data=st.data())
     def fetch(self, data) -> None:
         chunks = self.draw_chunks(data)
-        fetched = [c for c in chunks if not c.device_valid]
+        fetched = [c for c in chunks if not c.device.valid]
         if self.operate(lambda: self.manager.fetch(chunks), chunks, sum(c.nbytes for c in fetched)):
-            assert all(c.device_valid for c in chunks)
-            assert all(c.host_valid is (c.host is not None) for c in fetched)
-            assert self.manager.transfers.keep_duplicates or not any(c.host_valid for c in fetched)
+            assert all(c.device.valid for c in chunks)
+            assert all(c.host.valid is (c.host.present) for c in fetched)
+            assert self.manager.transfers.keep_duplicates or not any(c.host.valid for c in fetched)
 
     @rule(data=st.data(), nbytes=st.integers(0, 4000) | st.integers(0, 15).map(lambda n: UNIT * n))
     def make_room(self, data, nbytes: int) -> None:
@@ -245,22 +247,22 @@ class Operations(RuleBasedStateMachine):
     @rule(data=st.data(), tier=tiers)
     def move_to_tier(self, data, tier: Tier) -> None:
         chunk, on_device = self.draw_chunk(data, pinned=False), tier is Tier.DEVICE
-        needs = chunk.nbytes if on_device and not chunk.device_valid else None
+        needs = chunk.nbytes if on_device and not chunk.device.valid else None
         if self.operate(lambda: self.manager.move_to_tier(chunk, tier), [chunk], needs):
-            assert (chunk.device_valid, chunk.host_valid) == (on_device, not on_device)
+            assert (chunk.device.valid, chunk.host.valid) == (on_device, not on_device)
             assert (chunk.device_bytes, chunk.host_bytes) == ((chunk.nbytes, 0) if on_device else (0, chunk.nbytes))
 
     @precondition(lambda self: self.value)
     @rule(data=st.data(), on_device=st.booleans())
     def write(self, data, on_device: bool) -> None:
         chunk = self.draw_chunk(data)
-        if chunk.device_valid if on_device else chunk.host_valid and not chunk.pins:
+        if chunk.device.valid if on_device else chunk.host.valid and not chunk.pins:
             self.fill(chunk, on_device)
 
-    @precondition(lambda self: any(c.device_valid for c in self.value))
+    @precondition(lambda self: any(c.device.valid for c in self.value))
     @rule(data=st.data(), pins=st.integers(0, 2))
     def pin(self, data, pins: int) -> None:
-        data.draw(st.sampled_from([c for c in self.value if c.device_valid])).pins = pins
+        data.draw(st.sampled_from([c for c in self.value if c.device.valid])).pins = pins
 
     @rule(nbytes=st.integers(0, 4000))
     def reserve(self, nbytes: int) -> None:
@@ -296,10 +298,10 @@ class Operations(RuleBasedStateMachine):
         manager = self.manager
         assert set(manager.chunks.values()) == set(self.value)
         for chunk, value in self.value.items():
-            assert chunk.device_valid or chunk.host_valid
-            assert chunk.device_bytes == (chunk.nbytes if chunk.device_valid else 0)
-            assert not chunk.device_valid or (chunk.on_device(chunk.whole) == value).all()
-            assert not chunk.host_valid or (chunk.on_host(chunk.whole) == value).all()
+            assert chunk.device.valid or chunk.host.valid
+            assert chunk.device_bytes == (chunk.nbytes if chunk.device.valid else 0)
+            assert not chunk.device.valid or (chunk.on_device(chunk.whole) == value).all()
+            assert not chunk.host.valid or (chunk.on_host(chunk.whole) == value).all()
         host = manager.host_tier
         assert (manager.device_tier.used, host.used) == real_bytes(manager)
         assert host.other_bytes == sum(block.nbytes for block in self.blocks)
@@ -327,4 +329,4 @@ def test_the_policy_is_given_the_current_moment():
     manager.fetch(chunks[:3])
     manager.now = 4
     manager.fetch(chunks[3:])
-    assert [chunk.device_valid for chunk in chunks] == [True, False, True, True]
+    assert [chunk.device.valid for chunk in chunks] == [True, False, True, True]

@@ -21,7 +21,7 @@ IDENTIFIERS = frozenset(
     """
     about_to_change adopt bring bring_back come cuts early follow_moves give give_way go_on_saving hand_over
     hasten here homes kept land lane lanes let_keep meet mover movers moves promote put_gradient rehearsal
-    rehearse ring rounds_of scheme settle slab slot slots stuck survey take_back taken tick tide told transit
+    rehearse ring rounds_of scheme slab slot slots stuck survey take_back taken tick tide told transit
     uncover watched
     """.split()  # noqa: SIM905
 )

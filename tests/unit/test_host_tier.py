@@ -25,7 +25,7 @@ def chunk_on(host: HostTier, units: int, value: float = 1.0, index: int = 0) -> 
     """Create a chunk of `units` * ALIGN_BYTES, filled with `value`."""
     chunk = Chunk("param32", index, ALIGN_BYTES // 4 * units, "float32", CPU)
     host.allocate(chunk).fill_(value)
-    chunk.host_valid = True
+    chunk.host.valid = True
     return chunk
 
 
@@ -136,15 +136,15 @@ def test_only_duplicate_copies_are_freed_to_make_room():
     host = tier(8 * ALIGN_BYTES)
     only, double, other = (chunk_on(host, 2, value, value) for value in range(3))
     double.allocate_device()
-    double.device_valid = True
+    double.device.valid = True
     assert not host.has_room(5 * ALIGN_BYTES)
-    assert double.host is not None, "nothing is freed if that does not make enough room"
+    assert double.host.present, "nothing is freed if that does not make enough room"
     assert host.has_room(2 * ALIGN_BYTES)
-    assert double.host is not None, "nothing is freed without need"
+    assert double.host.present, "nothing is freed without need"
     assert host.has_room(4 * ALIGN_BYTES)
-    assert double.host is None and not double.host_valid
+    assert not double.host.present and not double.host.valid
     assert (values(only), values(other)) == ({0.0}, {2.0})
-    double.device_valid = False
+    double.device.valid = False
     double.free_device(poison=False)
 
 
@@ -152,16 +152,16 @@ def test_the_block_of_a_chunk_being_evicted_to_it_is_not_freed():
     host = tier(2 * ALIGN_BYTES)
     chunk = chunk_on(host, 2)
     chunk.allocate_device()
-    chunk.device_valid, chunk.host_valid, chunk.eviction_transfer = True, False, CountedTransfer()
+    chunk.device.valid, chunk.host.valid, chunk.device.reader = True, False, CountedTransfer()
     assert not host.has_room(ALIGN_BYTES)
-    assert chunk.host is not None
+    assert chunk.host.present
 
 
 @pytest.mark.parametrize("poison", [True, False])
 def test_freed_memory_is_poisoned_on_request(poison):
     host = tier(4096, poison=poison)
     chunk = chunk_on(host, 1, 5.0)
-    freed = chunk.host
+    freed = chunk.host.memory
     host.free(chunk)
     assert freed.isnan().all() if poison else (freed == 5.0).all()
 
@@ -176,56 +176,40 @@ def between_gaps():
     return host, second
 
 
-@pytest.mark.parametrize("kind", ["fetch_transfer", "eviction_transfer", "h2d_transfer"])
+@pytest.mark.parametrize("kind", ["reader", "writer"])
 def test_transfers_in_flight_are_waited_for_before_blocks_move(between_gaps, kind):
     (host, second), copy = between_gaps, CountedTransfer()
-    setattr(second, kind, copy)
+    setattr(second.host, kind, copy)
     block = host.allocate_block(256)
     assert copy.waits == 0, "there was a gap, so no block moved"
     host.release_block(block)
     chunk_on(host, 4)
-    assert copy.waits == 1 and second.host_block.start == 0
-    setattr(second, kind, copy)
+    assert copy.waits == 1 and second.host.block.start == 0
+    setattr(second.host, kind, copy)
     host.free(second)
     assert copy.waits == 2, "nor may its block be reused"
 
 
-class Reader:
-    """Checkpoint writer that records which chunks are released."""
+@pytest.mark.parametrize("kind", ["end_save", "end_update"])
+def test_saves_and_updates_of_a_host_copy_are_ended_before_its_block_moves(between_gaps, kind):
+    (host, second), ended = between_gaps, []
 
-    def __init__(self) -> None:
-        self.released: list[Chunk] = []
+    def end() -> None:
+        setattr(second.host, kind, None)  # as a running update does
+        ended.append(second.host.block.start)
 
-    def release(self, owner: Chunk) -> None:
-        self.released.append(owner)
-
-
-def test_blocks_that_a_checkpoint_writer_reads_are_released_before_they_move(between_gaps):
-    (host, second), reader = between_gaps, Reader()
-    second.save_reader = reader
+    setattr(second.host, kind, end)
     chunk_on(host, 4)
-    assert reader.released == [second] and second.host_block.start == 0
+    assert ended == [2 * ALIGN_BYTES] and second.host.block.start == 0
 
 
-def test_memory_of_the_device_that_a_checkpoint_writer_reads_is_released_before_it_is_freed():
-    manager, reader = ChunkManager(CPU, 4 * ALIGN_BYTES, 4 * ALIGN_BYTES, poison=True), Reader()
+def test_memory_of_the_device_that_a_checkpoint_writer_reads_is_freed_after_its_reads():
+    manager, ended = ChunkManager(CPU, 4 * ALIGN_BYTES, 4 * ALIGN_BYTES, poison=True), []
     chunk = manager.new_chunk("param32", 0, ALIGN_BYTES // 4, "float32", Tier.DEVICE)
-    chunk.save_reader = reader
+    chunk.in_use.end_save = lambda: ended.append(chunk.device.present)
     manager.device_tier.free(chunk)
-    assert reader.released == [chunk]
+    assert ended == [True] and not chunk.device.present
     manager.close()
-
-
-def test_updates_are_finished_before_blocks_move(between_gaps):
-    (host, second), finished = between_gaps, []
-
-    def finish() -> None:
-        second.finish_update = None  # as a running update does
-        finished.append(second.host_block.start)
-
-    second.finish_update = finish
-    chunk_on(host, 4)
-    assert finished == [2 * ALIGN_BYTES] and second.host_block.start == 0
 
 
 def test_memory_for_spare_blocks_grows_with_what_is_asked_for_up_to_its_use():

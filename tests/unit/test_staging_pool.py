@@ -47,7 +47,7 @@ def test_pages_of_lists_pass_through_buffers_and_come_back(tmp_path):
     pool.drop(second)
     pool.wait_for_buffers()
     pool.collect()
-    assert not pool.live and not lists[0].has_page_writes
+    assert not pool.live and not lists[0].disk.has_writes
     for value, chunk in enumerate(lists):
         manager.move_to_tier(chunk, Tier.HOST)
         found, expected = chunk.on_host(chunk.whole), torch.arange(numel) + float(value)

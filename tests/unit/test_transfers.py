@@ -58,18 +58,18 @@ def test_compaction_waits_for_a_copy_in_flight(manager, direction):
         manager.transfers.start_fetch(chunk, urgent=False)
     else:
         manager.transfers.start_eviction(chunk, Tier.HOST)
-    start = chunk.host_block.start
+    start = chunk.host.block.start
     manager.remove(gap)
     manager.remove(other_gap)
     newcomer = filled(manager, 3, 4, Tier.HOST, 9.0)
-    assert chunk.host_block.start != start, "no compaction happened"
+    assert chunk.host.block.start != start, "no compaction happened"
     timer.join()
     if direction == "h2d":
         manager.fetch([chunk])
         assert (chunk.on_device(chunk.whole) == 2.0).all()
     else:
         manager.complete_transfers()
-        assert chunk.host_valid
+        assert chunk.host.valid
     assert (chunk.on_host(chunk.whole) == 2.0).all()
     assert (newcomer.on_host(newcomer.whole) == 9.0).all()
 
@@ -151,7 +151,7 @@ def test_a_chunk_is_gathered_over_its_gradients(shared):
     chunk.on_device(chunk.whole).fill_(-1)
     manager.mark_written(chunk, on_device=True)
     manager.regather(chunk)
-    assert chunk.device_valid and not manager.transfers.in_flight
+    assert chunk.device.valid and not manager.transfers.in_flight
     assert (chunk.on_device(chunk.whole) == 1).all()
 
 
@@ -203,10 +203,10 @@ def test_a_chunk_is_read_from_disk_completely_before_it_is_used(with_disk):
     assert (chunk.on_host(chunk.whole) == 2.0).all()
 
 
-@pytest.mark.parametrize("kind", ["page_reads", "page_writes"])
+@pytest.mark.parametrize("kind", ["reads", "writes"])
 def test_a_chunk_moves_after_its_pages(with_disk, kind):
     chunk = on_disk(with_disk, 2.0)
     page = LateTransfer("a page", lambda: None)
-    chunk.page_reads, chunk.page_writes = ([page], {}) if kind == "page_reads" else ([], {0: page})
+    chunk.disk.reads, chunk.disk.writes = ([page], {}) if kind == "reads" else ([], {0: page})
     with_disk.move_to_tier(chunk, Tier.HOST)
     assert page.done

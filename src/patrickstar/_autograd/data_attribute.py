@@ -247,11 +247,11 @@ def _check_assignable(managed: ManagedParam, value: torch.Tensor) -> None:
             f"{tuple(value.shape)}: resize the model, as by resize_token_embeddings, before ps.initialize"
         )
     placed = not managed.is_dtensor or getattr(value, "placements", None) == managed.placements
-    if value.dtype != chunk.dtype or value.device != chunk.device or not placed:
+    if value.dtype != chunk.dtype or value.device != chunk.compute_device or not placed:
         raise ModelError(
-            f"parameter {name!r} is stored in a chunk with dtype {chunk.dtype} on {chunk.device}; it can't be replaced "
-            f"by {value.dtype} on {value.device}. Set precision and device in ps.Config, or load engine.state_dict() "
-            f"into another model"
+            f"parameter {name!r} is stored in a chunk with dtype {chunk.dtype} on {chunk.compute_device}; it can't be "
+            f"replaced by {value.dtype} on {value.device}. Set precision and device in ps.Config, or load "
+            f"engine.state_dict() into another model"
         )
     part = local_part(value)
     own = isinstance(value, ManagedTensor)  # but with other strides, or elsewhere

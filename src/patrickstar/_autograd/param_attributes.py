@@ -123,7 +123,7 @@ def _check_assignable(managed: ManagedParam, value: torch.Tensor) -> None:
             f"the gradient of {managed.name!r} can't be assigned, since several processes average it: write into "
             f"parameter.grad in all of them after engine.backward(loss)"
         )
-    expected = managed.shape, managed.chunk.dtype, managed.chunk.device.type
+    expected = managed.shape, managed.chunk.dtype, managed.chunk.compute_device.type
     given = tuple(value.shape), value.dtype, value.device.type
     if given != expected or value.layout is not torch.strided:
         raise ModelError(

@@ -54,6 +54,6 @@ def rounded_copy(out: Any, source: Any) -> Any:
     managed = source._managed_params[0] if isinstance(source, ManagedTensor) else None
     if managed is None or not managed.schema.trained or type(out) is not torch.Tensor:
         return out
-    to_ram = out.device.type == "cpu" and managed.chunk.device != out.device
+    to_ram = out.device.type == "cpu" and managed.chunk.compute_device != out.device
     is_rounded = out.dtype.itemsize < managed.full_dtype.itemsize
     return RoundedCopy.of(out, source._managed_params, out._version) if to_ram and is_rounded else out

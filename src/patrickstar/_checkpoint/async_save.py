@@ -3,6 +3,7 @@
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -117,16 +118,14 @@ class AsyncSave:
         return self._next is None or self._copy_error is not None or self.done
 
     def progress(self) -> None:
-        if not self._ready.is_set():
-            return
-        while not self.copied and self._file is not None and self._file.has_room:
+        while self._ready.is_set() and not self.copied and self._file is not None and self._file.has_room:
             self._copy_next()
 
     def before_update(self, index: int) -> None:
         self._copy_while(lambda _: self._remaining[index] > 0)
         for managed in self.data.by_chunk[index][:1]:
             for kind in saved_kinds(managed):
-                self.data.manager[list_kind(managed, kind), index].wait_for_save()
+                self.data.manager[list_kind(managed, kind), index].finish_save()
 
     def copy_all(self) -> None:
         self._copy_while(lambda _: True)
@@ -142,7 +141,7 @@ class AsyncSave:
 
     def _release_chunks(self) -> None:
         for chunk in self.data.manager.chunks.values():
-            chunk.wait_for_save()
+            chunk.finish_save()
 
     def copy_volatile(self) -> None:
         """Copy everything but master parameters and optimizer states: user code may write the rest at any time."""
@@ -184,7 +183,7 @@ class AsyncSave:
                     owner = self._owner(shard)
                     self._file.write(values, owner)
                     if owner is not None:
-                        owner.save_reader = self._file
+                        owner.in_use.end_save = partial(self._file.release, owner)
         except BaseException as error:
             self._end(error)
             if not isinstance(error, CheckpointError):

@@ -111,7 +111,7 @@ class ShardLoadPlanner(LoadPlanner):
             return
         if self._in_place(target) is not None:
             chunk = self._chunk(target)
-            self.data.manager.mark_written(chunk, on_device=chunk.device_valid)
+            self.data.manager.mark_written(chunk, on_device=chunk.device.valid)
             return
         managed, span = stored.managed, stored.span
         if stored.fills_span and target.box.numel == tensor.numel():
@@ -134,7 +134,7 @@ class ShardLoadPlanner(LoadPlanner):
         if stored is None:
             return target.value
         chunk = self._chunk(target)
-        self.data.manager.transfers.wait_idle(chunk)
+        self.data.manager.transfers.settle(chunk)
         self.data.update_param_views()
         if not chunk.in_memory or not stored.managed.row_major:
             return None

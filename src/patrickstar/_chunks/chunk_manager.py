@@ -79,16 +79,16 @@ class ChunkManager(DevicePrefetch):
             self.make_room(chunk.nbytes, protect=())
             self._with_retry(self.device_tier.allocate, chunk, protect=())
             chunk.on_device(chunk.whole).fill_(0)
-            chunk.device_valid = True
+            chunk.device.valid = True
         elif tier is Tier.HOST:
             self._promote_to_device(chunk)
             self.host_tier.make_room(chunk.nbytes, repr(chunk))
             self.host_tier.allocate(chunk).fill_(0)
-            chunk.host_valid = True
+            chunk.host.valid = True
         else:
             assert self.disk_tier is not None, f"cannot place {chunk} on disk: there is no disk tier"
             self.disk_tier.reserve(chunk)
-            chunk.disk_valid = True
+            chunk.disk.valid = True
         self.chunks[chunk.kind, chunk.index] = chunk
         if chunk.kind == PARAM16:
             self.param16[chunk.index] = chunk
@@ -104,10 +104,10 @@ class ChunkManager(DevicePrefetch):
     @defer_sigint
     def remove(self, chunk: Chunk) -> None:
         if self.io_dispatch.failed is None:
-            self.transfers.wait_idle(chunk)
+            self.transfers.settle(chunk)
         if chunk.device_bytes:
             self.device_tier.free(chunk)
-        if chunk.host is not None:
+        if chunk.host.present:
             self.host_tier.free(chunk)
         chunk.memory.close()
         self.device_tier.forget(chunk)
@@ -133,7 +133,7 @@ class ChunkManager(DevicePrefetch):
         self.cancel_prefetch()
         self._fetch_queue.clear()
         for chunk in list(self.transfers.in_flight):
-            self.transfers.wait_idle(chunk)
+            self.transfers.settle(chunk)
 
     @defer_sigint
     def cancel_transfers(self) -> None:
@@ -165,7 +165,7 @@ class ChunkManager(DevicePrefetch):
             if chunk.sharded:
                 if chunk in self.transfers.in_flight:
                     self.transfers.complete(chunk)
-                if chunk.device_resident:
+                if chunk.device.present:
                     self.device_tier.free(chunk)
                 chunk.shards_valid = True
 
@@ -220,7 +220,7 @@ class ChunkManager(DevicePrefetch):
         return (
             device.resident_bytes <= device.soft_chunkable_bytes
             and self.io_dispatch.failed is None
-            and all(chunk.device_valid for chunk in chunks)
+            and all(chunk.device.valid for chunk in chunks)
         )
 
     @defer_sigint
@@ -231,12 +231,12 @@ class ChunkManager(DevicePrefetch):
         """
         self.io_dispatch.check()
         for chunk in chunks:
-            if chunk in self.transfers.in_flight and chunk.fetch_transfer is None:
+            if chunk in self.transfers.in_flight and chunk.device.writer is None:
                 self.transfers.complete(chunk)
-        missing = [chunk for chunk in chunks if not chunk.device_valid]
-        later = sum(chunk.nbytes for chunk in missing if chunk.fetch_transfer is None)
+        missing = [chunk for chunk in chunks if not chunk.device.valid]
+        later = sum(chunk.nbytes for chunk in missing if chunk.device.writer is None)
         for chunk in missing:
-            if chunk.fetch_transfer is not None:
+            if chunk.device.writer is not None:
                 continue
             later -= chunk.nbytes
             if chunk in self._fetch_queue:
@@ -244,8 +244,8 @@ class ChunkManager(DevicePrefetch):
             self.make_room(chunk.nbytes, protect=chunks, later_bytes=later, gently=gently)
             self._with_retry(self.transfers.fetch, chunk, protect=chunks)
         for chunk in chunks:
-            if chunk.fetch_transfer is not None:
-                self.transfers.wait_fetch(chunk)
+            if chunk.device.writer is not None:
+                self.transfers.complete(chunk)
         self.make_room(0, protect=chunks, gently=gently)
 
     def ensure_in_memory(self, *chunks: Chunk, in_order: bool = False) -> None:
@@ -253,24 +253,22 @@ class ChunkManager(DevicePrefetch):
 
         Views of a host copy wait until the device has written it. `in_order`: the caller waits for copies itself.
         """
-        if any(chunk.fetch_transfer is not None or not chunk.in_memory for chunk in chunks):
+        if any(chunk.device.writer is not None or not chunk.in_memory for chunk in chunks):
             self.fetch(chunks)
         for chunk in () if in_order else chunks:
-            if chunk.h2d_transfer is not None and not chunk.device_valid:
-                # An earlier fetch, ordered on the compute stream only, may still read the bytes to be written.
-                self.io_dispatch.wait(chunk.h2d_transfer)
-                chunk.h2d_transfer = None
+            if not chunk.device.valid:  # an earlier fetch, only ordered on streams, may still read what is written
+                chunk.host.settle(write=True, wait=self.io_dispatch.wait)
 
     @defer_sigint
     def mark_written(self, chunk: Chunk, on_device: bool) -> None:
         """Mark the device copy (or the host copy) as the only valid one after an in-place write."""
-        assert chunk.fetch_transfer is None and chunk.eviction_transfer is None, (
+        assert chunk.device.writer is None and chunk.device.reader is None, (
             f"{chunk} was written while a transfer was in flight"
         )
         chunk.shards_valid = False
-        chunk.device_valid = on_device
-        chunk.host_valid = not on_device
-        chunk.disk_valid = False
+        chunk.device.valid = on_device
+        chunk.host.valid = not on_device
+        chunk.disk.valid = False
         chunk.version += 1
         if not on_device and chunk.device_bytes:
             self.device_tier.free(chunk)
@@ -279,13 +277,13 @@ class ChunkManager(DevicePrefetch):
     def move_to_tier(self, chunk: Chunk, tier: Tier) -> None:
         """Move the chunk to one tier and free its memory on the others, so that it can be written there.
 
-        On the host, the device may have yet to write it (`Chunk.d2h_transfer`).
+        On the host, the device may have yet to write it (`Copy.writer`).
         """
-        self.transfers.complete_io(chunk)
+        self.transfers.settle(chunk, in_order=True)
         if tier is Tier.DEVICE:
-            if not chunk.device_valid:
+            if not chunk.device.valid:
                 self.fetch([chunk])
-            if chunk.host is not None:
+            if chunk.host.present:
                 self.host_tier.free(chunk, for_good=True)
         elif tier is Tier.HOST:
             if not chunk.in_memory:
@@ -295,7 +293,7 @@ class ChunkManager(DevicePrefetch):
                     self._promote_to_device(chunk)
                 if not self._evict_to_host(chunk):
                     self.host_tier.make_room(chunk.nbytes, repr(chunk))
-        elif not chunk.disk_valid or chunk.in_memory:
+        elif not chunk.disk.valid or chunk.in_memory:
             self._move_to_disk(chunk)
 
     def _read_to_host(self, chunk: Chunk) -> None:
@@ -303,15 +301,15 @@ class ChunkManager(DevicePrefetch):
         self.io_dispatch.wait(
             self.io_dispatch.read(chunk, 0, self.host_tier.allocate(chunk).view(torch.uint8), urgent=True)
         )
-        chunk.host_valid = True
+        chunk.host.valid = True
 
     def _move_to_disk(self, chunk: Chunk) -> None:
-        if not chunk.disk_valid:
+        if not chunk.disk.valid:
             self.io_dispatch.wait(self.io_dispatch.write(chunk, 0, chunk.current(chunk.whole).view(torch.uint8)))
-            chunk.disk_valid = True
+            chunk.disk.valid = True
         if chunk.device_bytes:
             self.device_tier.free(chunk)
-        if chunk.host is not None:
+        if chunk.host.present:
             self.host_tier.free(chunk)
 
     # Host memory other than chunks
@@ -329,7 +327,7 @@ class ChunkManager(DevicePrefetch):
             movable = [
                 chunk
                 for chunk in self.chunks.values()
-                if chunk.host_valid and not chunk.device_bytes and not chunk.pins and chunk.kind not in HOST_ONLY
+                if chunk.host.valid and not chunk.device_bytes and not chunk.pins and chunk.kind not in HOST_ONLY
             ]
             # Optimizer chunks first: host memory saves them the least time, and the last ones are needed the latest.
             for chunk in sorted(movable, key=lambda chunk: (chunk.kind == PARAM16, -chunk.index)):

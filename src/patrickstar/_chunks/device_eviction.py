@@ -53,7 +53,7 @@ class DeviceEviction:
         others = (
             chunk.nbytes
             for (kind, _), chunk in self.chunks.items()
-            if kind != PARAM16 and chunk.device_resident and chunk.eviction_transfer is None
+            if kind != PARAM16 and chunk.device.present and chunk.device.reader is None
         )
         return self.device_tier.budget_bytes - sum(others)
 
@@ -165,9 +165,9 @@ class DeviceEviction:
         return [
             chunk
             for chunk in self.chunks.values()
-            if chunk.device_resident
+            if chunk.device.present
             and not chunk.pins
-            and chunk.eviction_transfer is None
+            and chunk.device.reader is None
             and chunk not in protected
             and not chunk.has_gradients  # these are freed by their reduction
         ]
@@ -176,9 +176,9 @@ class DeviceEviction:
         """Return the chunks whose eviction is in flight and can be waited for, those that have started first."""
         serving = self.io_dispatch.comm is not None and self.io_dispatch.comm.serving
         evicting = [
-            (chunk.eviction_transfer, chunk)
+            (chunk.device.reader, chunk)
             for chunk in self.transfers.in_flight
-            if chunk.eviction_transfer is not None and chunk not in protected and not (chunk.sharded and serving)
+            if chunk.device.reader is not None and chunk not in protected and not (chunk.sharded and serving)
         ]
         return [chunk for transfer, chunk in sorted(evicting, key=lambda pair: not pair[0].started)]
 
@@ -233,18 +233,18 @@ class DeviceEviction:
                 return
             fits = self.device_tier.used + chunk.nbytes <= self.device_tier.chunkable_bytes
             movable = chunk.kind == PARAM16 and chunk is not newcomer and not chunk.pins
-            if movable and chunk.host_valid and not chunk.device_bytes and fits:
+            if movable and chunk.host.valid and not chunk.device_bytes and fits:
                 self._with_retry(self.transfers.fetch, chunk, protect=(newcomer,))
 
     def _evict(self, chunk: Chunk) -> None:
         if chunk in self._fetch_queue:
             self._fetch_queue.remove(chunk)
             return
-        chunk.wait_for_update()
-        if not chunk.device_resident:  # the update has moved it to the host
+        chunk.finish_update()
+        if not chunk.device.present:  # the update has moved it to the host
             return
-        if chunk.fetch_transfer is not None:
-            self.transfers.wait_fetch(chunk)
+        if chunk.device.writer is not None:
+            self.transfers.complete(chunk)
         if self._start_eviction(chunk):
             self.counters.evictions += 1
             _log.debug("evicted %s (%d bytes) at moment %d", chunk, chunk.nbytes, self.now)
@@ -254,12 +254,12 @@ class DeviceEviction:
 
         With a disk tier no other chunk loses its host memory: the chunk goes to free host memory, else to disk.
         """
-        if chunk.host_valid or chunk.disk_valid or chunk.shards_valid:
+        if chunk.host.valid or chunk.disk.valid or chunk.shards_valid:
             self.device_tier.free(chunk)
             return True
         if chunk.sharded:
             return False
-        if self.disk_tier is not None and chunk.host is None and self.host_tier.free_bytes < chunk.nbytes:
+        if self.disk_tier is not None and not chunk.host.present and self.host_tier.free_bytes < chunk.nbytes:
             self.transfers.start_eviction(chunk, Tier.DISK)
             return True
         if self.hardware.has_gpu and self._ensure_host_block(chunk):
@@ -269,9 +269,9 @@ class DeviceEviction:
 
     def _evict_to_host(self, chunk: Chunk) -> bool:
         """Evict a chunk to the host synchronously. Return False if the host has no room."""
-        if not chunk.host_valid and not self._ensure_host_block(chunk):
+        if not chunk.host.valid and not self._ensure_host_block(chunk):
             return False
-        if self.hardware.has_gpu and not chunk.host_valid:
+        if self.hardware.has_gpu and not chunk.host.valid:
             self.transfers.start_eviction(chunk, Tier.HOST)
             self.transfers.complete(chunk)
         else:
@@ -284,11 +284,11 @@ class DeviceEviction:
 
         Return False if that is not possible: without an accelerator for a chunk on the device, or without room.
         """
-        self.transfers.complete_io(other)
-        self.transfers.complete_io(chunk)
-        if chunk.device_valid and not (self.hardware.has_gpu and self._ensure_host_block(chunk)):
+        self.transfers.settle(other, in_order=True)
+        self.transfers.settle(chunk, in_order=True)
+        if chunk.device.valid and not (self.hardware.has_gpu and self._ensure_host_block(chunk)):
             return False
-        if not chunk.device_valid and not chunk.host_valid:
+        if not chunk.device.valid and not chunk.host.valid:
             return False
         if chunk.held:
             self.withdraw_hold(chunk)  # its device memory is filled anew
@@ -297,7 +297,7 @@ class DeviceEviction:
 
     def _ensure_host_block(self, chunk: Chunk) -> bool:
         """Allocate a host block for a chunk that has none. Return False if the host has no room."""
-        if chunk.host is None:
+        if not chunk.host.present:
             if not self.host_tier.has_room(chunk.nbytes):
                 return False
             self.host_tier.allocate(chunk)

@@ -53,11 +53,11 @@ class DevicePrefetch(DeviceEviction):
             chunk = self._fetch_queue[0]
             if self.decides_alike:
                 self._finish_evictions(chunk)
-            updating = chunk.finish_update is not None and not chunk.device_bytes
+            updating = chunk.updating and not chunk.device_bytes
             if (
                 updating
-                or (chunk.has_page_writes and not chunk.host_valid)
-                or chunk.eviction_transfer is not None
+                or (chunk.disk.has_writes and not chunk.host.valid)
+                or chunk.device.reader is not None
                 or self.device_tier.used + chunk.nbytes > self.device_tier.chunkable_bytes
             ):
                 break
@@ -77,7 +77,7 @@ class DevicePrefetch(DeviceEviction):
         started = [
             chunk
             for chunk in self.transfers.in_flight
-            if chunk.eviction_transfer is not None and chunk.eviction_transfer.started
+            if chunk.device.reader is not None and chunk.device.reader.started
         ]
         device = self.device_tier
         remaining = device.used - sum(chunk.nbytes for chunk in started)
@@ -88,7 +88,7 @@ class DevicePrefetch(DeviceEviction):
 
     def _queue_prefetches(self, policy: PrefetchPolicy) -> None:
         present = {
-            index for index, chunk in self.param16.items() if chunk.device_resident and chunk.eviction_transfer is None
+            index for index, chunk in self.param16.items() if chunk.device.present and chunk.device.reader is None
         }
         present.update(chunk.index for chunk in self._fetch_queue)
         if len(present) == len(self.param16):
@@ -110,12 +110,12 @@ class DevicePrefetch(DeviceEviction):
         self.prefetch_policy = None
         if self._fetch_queue and self.io_dispatch.failed is None:
             for chunk in list(self.transfers.in_flight):
-                if chunk.eviction_transfer is not None:
+                if chunk.device.reader is not None:
                     self.transfers.complete(chunk)
             self._start_queued_fetches()
         free = self.device_tier.chunkable_bytes - self.device_tier.used
         waiting, self._fetch_queue = self._fetch_queue, deque()
         for chunk in waiting:
             free -= chunk.nbytes
-            if chunk.finish_update is not None and free >= 0:
+            if chunk.updating and free >= 0:
                 self._fetch_queue.append(chunk)

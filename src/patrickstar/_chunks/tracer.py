@@ -113,7 +113,7 @@ class Tracer:
         chunks = self.manager.param16.values()
         if not self.prefetch_policy.ahead or self.linked is not None or self.open_key is not None:
             return False
-        if all(chunk.device_resident for chunk in chunks) or any(chunk.sharded for chunk in chunks):
+        if all(chunk.device.present for chunk in chunks) or any(chunk.sharded for chunk in chunks):
             return False
         self._follow_or_trace(key, self.evaluation_traces)
         return True
@@ -171,7 +171,7 @@ class Tracer:
 
     def _missing(self, trace: Trace) -> list[Chunk]:
         chunks = [self.manager.param16[index] for index in sorted(trace.uses, key=trace.first_use)]
-        return [chunk for chunk in chunks if not chunk.device_resident]
+        return [chunk for chunk in chunks if not chunk.device.present]
 
     def _begin_resident(self, trace: Trace) -> None:
         self.mode, self.trace = Mode.RESIDENT, trace
@@ -187,7 +187,7 @@ class Tracer:
         growth, chunks = self.evaluation_growth.get(key), self.manager.param16.values()
         if growth is None or self.manager.evict_everything or any(chunk.sharded for chunk in chunks):
             return False
-        missing = sum(chunk.nbytes for chunk in chunks if not chunk.device_resident)
+        missing = sum(chunk.nbytes for chunk in chunks if not chunk.device.present)
         return self.current_non_model_bytes() + growth + missing <= self.manager.device_tier.free_bytes
 
     def begin_evaluation(self) -> bool:
@@ -351,7 +351,7 @@ class Tracer:
         moment, compute = moments[now], self.manager.device_tier
         compute.soft_limit_bytes = compute.budget_bytes
         compute.non_model_bytes = moment.non_model_bytes
-        missing = [chunk for index in chunks if not (chunk := self.manager[PARAM16, index]).device_resident]
+        missing = [chunk for index in chunks if not (chunk := self.manager[PARAM16, index]).device.present]
         # A forward without gradients may have more non-model data than its trace: the cache of a generation grows.
         if self.meter.counts_freed or missing or self._open_traces is self.evaluation_traces:
             # Eviction keeps chunks within the budget.

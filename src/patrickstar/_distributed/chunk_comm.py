@@ -200,7 +200,7 @@ class ChunkComm:
         whole, target, chunk = self._owner.begin_reduction(index, self.coordinator.group.rank in ranks)
         with profiler_range("reduce-scatter", chunk):
             transfer = transport.reduce(whole, target, ranks)
-        chunk.h2d_transfer = transfer
+        chunk.host.reader = transfer
         if own is not None:
             own.collective = transfer
 

@@ -145,5 +145,5 @@ class FlatTransport(Transport):
 def keep_shard(manager: ChunkManager, index: int, reader: Transfer) -> None:
     """Keep the `param16` shard of a chunk, if the device reads it on the host, unchanged until `reader` has ended."""
     own = manager[SHARD16, index]
-    if not own.device_valid and manager.hardware.has_gpu:
-        own.h2d_transfer = reader
+    if not own.device.valid and manager.hardware.has_gpu:
+        own.host.reader = reader

@@ -60,7 +60,7 @@ class TwoLevelTransport(Transport):
             gathering = self.collectives.all_gather(shard, own, whole, bounds, in_order=True)
         else:
             gathering = self.collectives.gather_to(shard, own, whole, bounds, targets, in_order=True)
-        node.h2d_transfer = gathering
+        node.host.reader = gathering
         return gathering
 
     def _refresh(self, owner: ShardOwner) -> None:
@@ -70,10 +70,10 @@ class TwoLevelTransport(Transport):
         if not node.numel:
             return
         part, replicate = owner.parameters(self.index), self.levels.replicate
-        owner.manager.transfers.wait_idle(node)  # earlier gathers have read it
+        owner.manager.transfers.settle(node)  # earlier gathers have read it
         target = node.flat_on_host(0, node.numel)
-        node.d2h_transfer = self.collectives.all_gather(replicate, part, target, self.levels.part_bounds(self.bounds))
-        keep_shard(owner.manager, self.index, node.d2h_transfer)
+        node.host.writer = self.collectives.all_gather(replicate, part, target, self.levels.part_bounds(self.bounds))
+        keep_shard(owner.manager, self.index, node.host.writer)
         sent_bytes = part.nbytes * (replicate.size - 1)
         self.counters.gathered_bytes += sent_bytes
         self.counters.inter_replica_gathered_bytes += sent_bytes

@@ -139,7 +139,7 @@ def _inspect(core: EngineCore) -> Inspection:
 
 
 def _chunk_info(chunk: Chunk, core: EngineCore) -> ChunkInfo:
-    valid = {"device": chunk.device_valid, "host": chunk.host_valid, "disk": chunk.disk_valid}
+    valid = {"device": chunk.device.valid, "host": chunk.host.valid, "disk": chunk.disk.valid}
     tiers = tuple(tier for tier, is_valid in valid.items() if is_valid)
     state = None
     if chunk.kind == PARAM16:

@@ -223,7 +223,7 @@ def move_params(
                 for where, part in data.parts(managed, kind, write=True):  # both may be on disk by now
                     part.copy_(flat[where])
             if param.is_meta or param.device.type != data.manager.device.type or param.dtype != chunk.dtype:
-                replace_data(param, torch.empty(0, dtype=chunk.dtype, device=chunk.device))
+                replace_data(param, torch.empty(0, dtype=chunk.dtype, device=chunk.compute_device))
             del flat
             data.add(managed)
             interceptor.intercept(managed)
@@ -300,7 +300,7 @@ def unfreeze(
         data.ensure_local(managed)
         flat = managed.flattened(value)[managed.shard_slice]
         managed.flat(managed.shard_chunk).copy_(flat)
-        data.manager.mark_written(managed.shard_chunk, on_device=managed.shard_chunk.device_valid)
+        data.manager.mark_written(managed.shard_chunk, on_device=managed.shard_chunk.device.valid)
         for where, part in data.parts(managed, PARAM32, write=True):
             part.copy_(flat[where])
         data.set_param_views([managed.chunk])

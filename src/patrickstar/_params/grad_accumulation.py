@@ -51,11 +51,11 @@ class GradAccumulation:
         """Copy the gradients of a chunk whose reduction has been requested to the host, where it will read them."""
         self._copy(chunk, chunk.on_device(chunk.whole))
         self._submitted.add(chunk.index)
-        self.manager[KEPT32, chunk.index].h2d_transfer = reduction
+        self.manager[KEPT32, chunk.index].host.reader = reduction
 
     def reduce(self, index: int) -> None:
         self._submitted.add(index)
-        self.manager[KEPT32, index].h2d_transfer = self.comm.request_reduction(self.manager[PARAM16, index])
+        self.manager[KEPT32, index].host.reader = self.comm.request_reduction(self.manager[PARAM16, index])
 
     def drop_reduced(self, index: int) -> None:
         """Drop the sum of a chunk if it was submitted for reduction, once it is reduced."""

@@ -82,7 +82,7 @@ class LocalShards:
         """Point a Parameter at its values, if they are there, without interception. See [Note: placeholders]."""
         view = managed.absent_view
         if not managed.state.overlays_param:
-            if managed.chunk.device_valid:
+            if managed.chunk.device.valid:
                 view = managed.current_device_view()
             elif managed.stays_on_host:
                 view = managed.chunk.on_host(managed.region)
@@ -118,12 +118,12 @@ class LocalShards:
         """
         first, stop = (0, managed.location.numel) if within is None else (within.start, within.stop)
         chunk = self.manager[kind, managed.location.chunk]
-        self.manager.transfers.wait_idle(chunk)
+        self.manager.transfers.settle(chunk)
         self.update_param_views()
         if chunk.in_memory:
             yield slice(first, stop), managed.flat(chunk)[first:stop]
             if write:
-                self.manager.mark_written(chunk, on_device=chunk.device_valid)
+                self.manager.mark_written(chunk, on_device=chunk.device.valid)
             return
         offset = managed.location.offset
         for page_start, page in self.manager.io_dispatch.pages_of(chunk, offset + first, stop - first, write):
@@ -186,7 +186,7 @@ class LocalShards:
         """Restore the parameter from its master after a failed update, and drop its gradient."""
         self._round_master(managed)
         torch.autograd.graph.increment_version(managed.param)
-        self.manager.mark_written(managed.shard_chunk, on_device=managed.shard_chunk.device_valid)
+        self.manager.mark_written(managed.shard_chunk, on_device=managed.shard_chunk.device.valid)
         managed.steps -= managed.state.update_pending
         managed.state.consume()
         self._set_param_view(managed)
@@ -197,12 +197,12 @@ class LocalShards:
         torch.autograd.graph.increment_version(managed.param)
         if managed.schema.trained and managed.location.numel:
             self._round_master(managed)
-            self.manager.mark_written(managed.shard_chunk, on_device=managed.shard_chunk.device_valid)
+            self.manager.mark_written(managed.shard_chunk, on_device=managed.shard_chunk.device.valid)
 
     def _count_transfer(self, managed: ManagedParam, source: Chunk, target: Chunk) -> None:
         nbytes = managed.location.numel * min(source.dtype.itemsize, target.dtype.itemsize)
-        if source.device_valid != target.device_valid and source.in_memory and target.in_memory:
-            self.manager.count_transfer(nbytes, to_device=target.device_valid)
+        if source.device.valid != target.device.valid and source.in_memory and target.in_memory:
+            self.manager.count_transfer(nbytes, to_device=target.device.valid)
 
     @defer_sigint
     def ensure_local(self, managed: ManagedParam) -> None:
@@ -215,7 +215,7 @@ class LocalShards:
         chunks = [managed.shard_chunk] if managed.overlays_shard or not managed.state.accumulated else []
         if managed.state.accumulated:
             chunks.append(self.manager[GRAD32, managed.location.chunk])
-        return all(chunk.device_resident and chunk.eviction_transfer is None for chunk in chunks)
+        return all(chunk.device.present and chunk.device.reader is None for chunk in chunks)
 
     def gradient_on_disk(self, managed: ManagedParam) -> bool:
         """Return whether the accumulated gradient is on disk, so that `gradient_parts` must be used."""
@@ -236,7 +236,7 @@ class LocalShards:
             self.ensure_local(managed)
             payload = managed.flat(managed.shard_chunk)
             payload.zero_() if managed.state.accumulated else payload.copy_(flat)
-            self.manager.mark_written(managed.shard_chunk, on_device=managed.shard_chunk.device_valid)
+            self.manager.mark_written(managed.shard_chunk, on_device=managed.shard_chunk.device.valid)
         if managed.state.accumulated:
             for part_slice, part in self.parts(managed, GRAD32, write=True):
                 part.copy_(flat[part_slice])
@@ -246,9 +246,9 @@ class LocalShards:
         # Making room for a gradient list may have evicted the shard, and no copy in flight may still read it.
         self.ensure_local(managed)
         payload, master = managed.flat(managed.shard_chunk), self.manager[PARAM32, managed.location.chunk]
-        if self._is_computed_on_device(master, on_device=managed.shard_chunk.device_valid):
+        if self._is_computed_on_device(master, on_device=managed.shard_chunk.device.valid):
             round_to_device(payload, managed.flat(master, in_order=True))
-            master.h2d_transfer = self.manager.io_dispatch.copies.issued(repr(master))
+            master.host.reader = self.manager.io_dispatch.copies.issued(repr(master))
             self.manager.count_transfer(managed.location.numel * master.dtype.itemsize, to_device=True)
             return
         for part_slice, part in self.parts(managed, PARAM32):
@@ -260,15 +260,15 @@ class LocalShards:
 
         See [Note: lists on the host beside an accelerator].
         """
-        self.manager.transfers.complete_io(listed)
-        on_host = listed.host_valid and not listed.device_resident
+        self.manager.transfers.settle(listed, in_order=True)
+        on_host = listed.host.valid and not listed.device.present
         return on_host and on_device and self.manager.hardware.has_gpu
 
     def restore_own(self, managed: ManagedParam) -> None:
         """Restore the parameter where a gradient is stored in place of this rank's shard."""
         self.check_restorable(managed)
         self._round_master(managed)
-        self.manager.mark_written(managed.shard_chunk, on_device=managed.shard_chunk.device_valid)
+        self.manager.mark_written(managed.shard_chunk, on_device=managed.shard_chunk.device.valid)
 
     @staticmethod
     def check_restorable(managed: ManagedParam) -> None:
@@ -306,16 +306,16 @@ class LocalShards:
 
     def _grad_list_tier(self, master_chunk: Chunk) -> Tier:
         """Return the tier for a gradient-list chunk: the masters' tier, or disk if the host has no room."""
-        if master_chunk.device_valid:
+        if master_chunk.device.valid:
             return Tier.DEVICE
         fits = self.manager.disk_tier is None or master_chunk.nbytes <= self.manager.host_tier.free_bytes
-        return Tier.HOST if master_chunk.host_valid and fits else Tier.DISK
+        return Tier.HOST if master_chunk.host.valid and fits else Tier.DISK
 
     def _add_to_list(self, managed: ManagedParam, source: Chunk) -> None:
         """Add a parameter's gradient, which is in `source`, to the gradient list."""
         self._ensure_list(managed)
         chunk = self.manager[GRAD32, managed.location.chunk]
-        self._add_to(chunk, managed, managed.flat(source), on_device=source.device_valid)
+        self._add_to(chunk, managed, managed.flat(source), on_device=source.device.valid)
 
     def _add_to(self, chunk: Chunk, managed: ManagedParam, grad: torch.Tensor, *, on_device: bool) -> None:
         """Add the elements of a gradient, which is on the device or on the host, to a chunk of the gradient list."""
@@ -323,16 +323,16 @@ class LocalShards:
             self.complete_delayed(managed)
         if self._is_computed_on_device(chunk, on_device=on_device):
             add_gradient(managed.flat(chunk, in_order=True), grad, first=not managed.state.accumulated)
-            chunk.d2h_transfer = self.manager.io_dispatch.copies.issued(repr(chunk))
+            chunk.host.writer = self.manager.io_dispatch.copies.issued(repr(chunk))
             nbytes = managed.location.numel * chunk.dtype.itemsize
             self.manager.count_transfer(nbytes, to_device=False)
             if managed.state.accumulated:
                 self.manager.count_transfer(nbytes, to_device=True)
             self.manager.mark_written(chunk, on_device=False)
         else:
-            if on_device != chunk.device_valid and chunk.in_memory:
+            if on_device != chunk.device.valid and chunk.in_memory:
                 nbytes = managed.location.numel * min(grad.element_size(), chunk.dtype.itemsize)
-                self.manager.count_transfer(nbytes, to_device=chunk.device_valid)
+                self.manager.count_transfer(nbytes, to_device=chunk.device.valid)
             for part_slice, total in self.parts(managed, GRAD32, write=True):
                 if managed.state.accumulated:
                     total.add_(grad[part_slice].to(total.device, total.dtype))

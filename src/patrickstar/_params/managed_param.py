@@ -85,7 +85,7 @@ class ManagedParam:
     @property
     def stays_on_host(self) -> bool:
         """True if an access reads the parameter on the host, without a transfer."""
-        return self.on_host and self.chunk.host_valid and not self.chunk.device_valid
+        return self.on_host and self.chunk.host.valid and not self.chunk.device.valid
 
     @property
     def has_gradient(self) -> bool:
@@ -173,7 +173,7 @@ class ManagedParam:
 
     def payload(self) -> torch.Tensor:
         """Return the parameter, or the gradient stored in its place, from an up-to-date copy of its chunk."""
-        if self.chunk.device_valid and self.chunk.in_memory:
+        if self.chunk.device.valid and self.chunk.in_memory:
             return self.current_device_view()
         return self.chunk.current(self.region)
 

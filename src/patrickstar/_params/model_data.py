@@ -238,7 +238,7 @@ class ModelData(LocalShards, ProcessHooks):
         """Update the master after an in-place write to a parameter by the user, of `values` if they are known."""
         self.check_writable(managed)
         self.before_update(managed.location.chunk)
-        self.manager.mark_written(managed.chunk, on_device=managed.chunk.device_valid)
+        self.manager.mark_written(managed.chunk, on_device=managed.chunk.device.valid)
         if managed.schema.trained:
             master = self.manager[PARAM32, managed.location.chunk]
             self._count_transfer(managed, managed.chunk, master)
@@ -305,7 +305,7 @@ class ModelData(LocalShards, ProcessHooks):
         payload = managed.payload()
         payload.add_(grad) if add else payload.copy_(grad)
         torch.autograd.graph.increment_version(managed.param)
-        self.manager.mark_written(managed.chunk, on_device=managed.chunk.device_valid)
+        self.manager.mark_written(managed.chunk, on_device=managed.chunk.device.valid)
 
     def move_out_gradient(self, managed: ManagedParam) -> None:
         """Move a gradient out of its parameter's chunk, and restore the parameter.

@@ -49,10 +49,10 @@ class OwnedShards(ModelData):
 
     def _finish_reduction(self, index: int) -> None:
         """Finish the pending reduction of a chunk and fold it into grad32."""
-        self.manager.transfers.wait_idle(self.manager[SHARD16, index])
+        self.manager.transfers.settle(self.manager[SHARD16, index])
         sum_chunk = self.manager.chunks.get((SUM32, index))
         if sum_chunk is not None:
-            self.manager.transfers.wait_idle(sum_chunk)
+            self.manager.transfers.settle(sum_chunk)
             for managed in self._own_managed_params(index):
                 self._add_to_list(managed, sum_chunk)
             self.manager.remove(sum_chunk)
@@ -68,7 +68,7 @@ class OwnedShards(ModelData):
         if self.reduces_in_fp32 and own.dtype.itemsize < ITEMSIZE["float32"]:
             sum_chunk = self.manager.new_chunk(SUM32, index, own.numel, "float32", Tier.HOST)
             return gradients, sum_chunk.current(sum_chunk.whole), sum_chunk
-        self.manager.mark_written(own, on_device=own.device_valid)
+        self.manager.mark_written(own, on_device=own.device.valid)
         for managed in self._own_managed_params(index):
             managed.state.store_reduced()
         return gradients, own.current(own.whole), own

@@ -118,5 +118,5 @@ class Residency:
         self.active = True
         for index, chunk in self.manager.param16.items():
             on_host = any(managed.on_host for managed in self._by_chunk[index])
-            if chunk.device_valid and not chunk.pins and chunk.eviction_transfer is None and not on_host:
+            if chunk.device.valid and not chunk.pins and chunk.device.reader is None and not on_host:
                 self.manager.hold(chunk)

@@ -85,7 +85,7 @@ class ShardedModelData(OwnedShards):
             return
         self.parameters(managed.chunk.index)  # moves a gradient out of the shard
         managed.flat(managed.shard_chunk).copy_(part)
-        self.manager.mark_written(managed.shard_chunk, on_device=managed.shard_chunk.device_valid)
+        self.manager.mark_written(managed.shard_chunk, on_device=managed.shard_chunk.device.valid)
         if managed.schema.trained:
             written = part if values is None else managed.flattened(values)[managed.shard_slice]
             for part_slice, master in self.parts(managed, PARAM32, write=True):
@@ -129,7 +129,7 @@ class ShardedModelData(OwnedShards):
         """Drop gathered chunks written in place, then evict chunks until non-model data fits beside them."""
         for chunk in [chunk for chunk in self._written if not chunk.pins]:
             self._written.discard(chunk)
-            if chunk.device_valid and not chunk.has_gradients and chunk.eviction_transfer is None:
+            if chunk.device.valid and not chunk.has_gradients and chunk.device.reader is None:
                 self.manager.drop(chunk)
         try:
             super()._keep_budget()
@@ -142,7 +142,7 @@ class ShardedModelData(OwnedShards):
         idle = [
             chunk.index
             for chunk in self.manager.param16.values()
-            if chunk.has_gradients and chunk.eviction_transfer is None and not chunk.pins and chunk not in protect
+            if chunk.has_gradients and chunk.device.reader is None and not chunk.pins and chunk not in protect
         ]
         for index in idle:
             self._reduce_chunk(index, complete=False)
@@ -157,7 +157,7 @@ class ShardedModelData(OwnedShards):
         if self.tracer.linked is None:
             return
         for managed in managed_params:
-            if managed.param.requires_grad and managed.chunk.device_valid:
+            if managed.param.requires_grad and managed.chunk.device.valid:
                 managed.chunk.shards_valid = False
                 self._overlaid.add(managed.chunk.index)
 
@@ -269,24 +269,24 @@ class ShardedModelData(OwnedShards):
     def synchronize_processes(self, want: Request) -> None:
         self.comm.synchronize_processes(want)
         for chunk in list(self.manager.transfers.in_flight):
-            if chunk.sharded and chunk.eviction_transfer is not None:
+            if chunk.sharded and chunk.device.reader is not None:
                 self.manager.transfers.complete(chunk)
         for index in self.by_chunk:
-            if self.manager[SHARD16, index].finish_update is None:  # an update begins after the reduction
+            if not self.manager[SHARD16, index].updating:  # an update begins after the reduction
                 self._finish_reduction(index)
         self.update_param_views()
 
     def gradients_are_reduced(self, index: int) -> bool:
         """Return whether the reductions that this rank knows of have ended, and fold their result; does not wait."""
-        if index in self._overlaid or self.manager[PARAM16, index].eviction_transfer is not None:
+        if index in self._overlaid or self.manager[PARAM16, index].device.reader is not None:
             return False
         if self.comm.waits_for_reduction(index):
             return False
         own = self.manager[SHARD16, index]
-        transfer = self.manager.chunks.get((SUM32, index), own).h2d_transfer
+        transfer = self.manager.chunks.get((SUM32, index), own).host.reader
         if transfer is not None and not transfer.done:
             return False
-        if own.finish_update is None:
+        if not own.updating:
             self._finish_reduction(index)
         return True
 
@@ -319,7 +319,7 @@ class ShardedModelData(OwnedShards):
         if managed.location.numel:
             self.parameters(managed.chunk.index)
             managed.flat(managed.shard_chunk).zero_()
-            self.manager.mark_written(managed.shard_chunk, on_device=managed.shard_chunk.device_valid)
+            self.manager.mark_written(managed.shard_chunk, on_device=managed.shard_chunk.device.valid)
             managed.state.store_reduced()
 
     def close_step(self, updated: Iterable[ManagedParam]) -> None:

@@ -90,7 +90,7 @@ class DelayedUpdates:
     def finish(self, index: int) -> None:
         """Wait until the delayed update of a chunk has ended. Raises its error."""
         if self.data.by_chunk[index][0].schema.trained:
-            self.list_of(index).wait_for_update()
+            self.list_of(index).finish_update()
             if self._disk_step is not None and index in self._disk_step.unfinished:
                 self._disk_step.finish([index])
 
@@ -109,7 +109,7 @@ class DelayedUpdates:
                 self._disk_step.submit_delayed(index, rules, scales, listed)
                 return
             used = [delayed, *chunks, *self.data.gradient_sums(index)]
-            updates = None if chunks[0].device_valid else self._host_updates
+            updates = None if chunks[0].device.valid else self._host_updates
             in_order = updates is not None  # the update waits for the copies of its chunks itself
             spans = [
                 self._span(managed, rule, chunks, listed=managed in listed, in_order=in_order)
@@ -123,7 +123,7 @@ class DelayedUpdates:
             self._give_up(rules, error)
             raise
         for chunk in (delayed, *chunks):
-            self.data.manager.mark_written(chunk, on_device=chunk.device_valid)
+            self.data.manager.mark_written(chunk, on_device=chunk.device.valid)
         if running is not None:
             self._running.add(running, used, partial(self._end, running, rules))
 
@@ -227,7 +227,7 @@ class DelayedUpdates:
         Every parameter in the chunk must have a gradient in its place, and newer values in the list.
         """
         delayed = self.list_of(index)
-        if delayed.device_valid or not delayed.host_valid or not managed_params:
+        if delayed.device.valid or not delayed.host.valid or not managed_params:
             return False
         if not all(
             managed in rules and managed.state.late and managed.overlays_shard and not managed.state.accumulated
@@ -277,13 +277,13 @@ class DelayedUpdates:
         return managed.flat(managed.shard_chunk)
 
     def _mark_written(self, managed: ManagedParam) -> None:
-        self.data.manager.mark_written(managed.shard_chunk, on_device=managed.shard_chunk.device_valid)
+        self.data.manager.mark_written(managed.shard_chunk, on_device=managed.shard_chunk.device.valid)
 
     def _count(self, managed: ManagedParam, *, to_list: bool) -> None:
         """Count a copy between the place of a parameter and its elements of `delayed16`, if it changes the tier."""
         chunk, delayed = managed.shard_chunk, self.list_of(managed.location.chunk)
-        if chunk.device_valid != delayed.device_valid:
+        if chunk.device.valid != delayed.device.valid:
             nbytes = managed.location.numel * chunk.dtype.itemsize
             chunk.transferred_bytes += nbytes
             target = delayed if to_list else chunk
-            self.data.manager.count_transfer(nbytes, to_device=target.device_valid)
+            self.data.manager.count_transfer(nbytes, to_device=target.device.valid)

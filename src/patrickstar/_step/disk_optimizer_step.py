@@ -170,7 +170,7 @@ class DiskOptimizerStep:
         self.read_ahead.start(self._updates)
         while queued := self._queued():
             update = queued[0].owner
-            fetching = update.param16.fetch_transfer is not None or not update.param16.in_memory
+            fetching = update.param16.device.writer is not None or not update.param16.in_memory
             if not queued[0].ready or (fetching and not update.late):
                 break
             self._update(queued[0])
@@ -296,7 +296,7 @@ class DiskOptimizerStep:
                 in_order = updates is not None and updates.waits_for_copies
                 pool = self.staging_pool
                 spans.append(page_span(self.data, pool, managed, rule, part, pages, views, in_order=in_order))
-                if managed.shard_chunk.device_valid and not update.late:  # states are on the host
+                if managed.shard_chunk.device.valid and not update.late:  # states are on the host
                     numel, upload = part.stop - part.start, not update.speculative
                     count_update_transfers(self.data.manager, managed, numel, upload, by_kernel=updates is not None)
         return spans
@@ -332,7 +332,7 @@ class DiskOptimizerStep:
             self.staging_pool.write_spare(pages, update.param16)
         else:
             if not update.late:
-                self.data.manager.mark_written(update.param16, on_device=update.param16.device_valid)
+                self.data.manager.mark_written(update.param16, on_device=update.param16.device.valid)
             self.staging_pool.write(pages, [chunk for chunk in pages.lists if chunk.kind != GRAD32])
             if update.buffers is not None:
                 update.buffers.end_page(pages.index, pages.first)

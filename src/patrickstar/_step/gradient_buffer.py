@@ -108,7 +108,7 @@ class GradientBuffer:
         newest = self.data.manager[BUFFERED16, managed.location.chunk]
         managed.flat(newest).copy_(managed.flat(managed.shard_chunk))
         self.data.manager.mark_written(newest, on_device=False)
-        if managed.shard_chunk.device_valid:
+        if managed.shard_chunk.device.valid:
             nbytes = managed.location.numel * managed.shard_chunk.dtype.itemsize
             self.data.manager.count_transfer(nbytes, to_device=False)
 
@@ -140,7 +140,7 @@ class GradientBuffer:
         sources = [managed.shard_chunk] if managed.overlays_shard else []
         sources += self.data.gradient_sums(managed.location.chunk) if managed.state.accumulated else []
         for chunk in sources:
-            if chunk.device_valid:
+            if chunk.device.valid:
                 self.data.manager.count_transfer(managed.location.numel * chunk.dtype.itemsize, to_device=False)
 
     def _gradient(self, managed: ManagedParam) -> Iterator[tuple[slice, Gradient]]:
@@ -158,8 +158,8 @@ class GradientBuffer:
         self.data.ensure_local(managed)
         chunk = managed.shard_chunk
         managed.flat(chunk).copy_(managed.flat(self.data.manager[BUFFERED16, managed.location.chunk]))
-        self.data.manager.mark_written(chunk, on_device=chunk.device_valid)
-        if chunk.device_valid:
+        self.data.manager.mark_written(chunk, on_device=chunk.device.valid)
+        if chunk.device.valid:
             self.data.manager.count_transfer(managed.location.numel * chunk.dtype.itemsize, to_device=True)
 
     @property

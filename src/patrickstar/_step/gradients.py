@@ -80,7 +80,7 @@ class Gradients:
                 f"to it: a step with such a gradient needs one process, and updates that are not late. Call zero_grad()"
             )
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            zero = torch.zeros((), dtype=managed.chunk.dtype, device=managed.chunk.device)
+            zero = torch.zeros((), dtype=managed.chunk.dtype, device=managed.chunk.compute_device)
             self.data.accept_gradient(managed, zero.expand(managed.shape))
 
     def begin_step(self, managed_params: Iterable[ManagedParam]) -> None:

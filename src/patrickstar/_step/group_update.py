@@ -74,11 +74,11 @@ class GroupUpdate:
         try:
             chunks = [chunk for index in indices for chunk in (*data.state_chunks(index), *data.gradient_sums(index))]
             for chunk in chunks:
-                manager.transfers.complete_io(chunk)
+                manager.transfers.settle(chunk, in_order=True)
                 chunk.pins += 1
                 pinned.append(chunk)
             lacking = {managed.location.chunk: managed for managed in updated if not data.gradient_sums_of(managed)}
-            needed_bytes = sum(chunk.nbytes for chunk in chunks if chunk.host is None)
+            needed_bytes = sum(chunk.nbytes for chunk in chunks if not chunk.host.present)
             manager.free_host(needed_bytes + sum(data.gradient_list_bytes(managed) for managed in lacking.values()))
             for chunk in chunks:
                 manager.move_to_tier(chunk, Tier.HOST)

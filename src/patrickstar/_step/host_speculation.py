@@ -164,7 +164,7 @@ class HostSpeculation:
 
     def accepts(self, inputs: Sequence[Chunk]) -> bool:
         """Return whether masters, states and sums of gradients are on the host."""
-        return all(chunk.host_valid and not chunk.device_resident for chunk in inputs[1:])
+        return all(chunk.host.valid and not chunk.device.present for chunk in inputs[1:])
 
     @defer_sigint
     def start(
@@ -174,7 +174,7 @@ class HostSpeculation:
         step, param16, chunks = self._optimizer_step, inputs[0], self.data.state_chunks(index)
         in_order = self._host_updates.waits_for_copies
         spans = [step.span(managed, rule, chunks, in_order=in_order) for managed, rule in rules.items()]
-        downloads = [managed for managed in rules if param16.device_valid and managed.overlays_shard]
+        downloads = [managed for managed in rules if param16.device.valid and managed.overlays_shard]
         update = _Update(rules, [param16, *chunks], inputs, spans, downloads)
         if not self._spare.provide(update.sizes) and not self._updates:
             return False
@@ -266,7 +266,7 @@ class HostSpeculation:
         assert update.running is not None, "the update has been started"
         self._count(update)
         running.discard(update.running)
-        self.data.manager.transfers.complete_in_order(update.chunks[0])
+        self.data.manager.transfers.complete(update.chunks[0])
         running.add(update.running, update.inputs, partial(self._finish, update))
         update.ended_late = not update.running.done
         if not update.ended_late:

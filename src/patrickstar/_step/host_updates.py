@@ -12,7 +12,7 @@ from patrickstar._tiers.chunk import Chunk
 
 def copies_of(chunks: Sequence[Chunk]) -> list[Transfer]:
     """Return the copies that may still read or write the host copies of chunks."""
-    return [copy for chunk in chunks for copy in (chunk.h2d_transfer, chunk.d2h_transfer) if copy is not None]
+    return [copy for chunk in chunks for copy in (chunk.host.reader, chunk.host.writer) if copy is not None]
 
 
 class HostUpdates:

@@ -212,7 +212,7 @@ class LockFreeUpdates:
     def _updates_in_step(self, index: int) -> bool:
         """Return whether the states of a chunk are updated in the step."""
         states = self.data.state_chunks(index)[0]
-        return states.in_memory and (self._host_updates is None or states.device_valid)
+        return states.in_memory and (self._host_updates is None or states.device.valid)
 
     def end_step(self) -> None:
         """End a step: queue the updates of its gradients, and log those that its parameters contain."""

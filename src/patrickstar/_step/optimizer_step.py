@@ -224,7 +224,7 @@ class OptimizerStep:
                 self.lock_free.complete()
         elif self.running:
             for managed in managed_params:
-                managed.shard_chunk.wait_for_update()
+                managed.shard_chunk.finish_update()
         if self.disk_step is None:
             return
         if managed_params is None:
@@ -256,7 +256,7 @@ class OptimizerStep:
             self.disk_step.submit(index, rules, scales)
             return
         used = [managed_params[0].shard_chunk, *chunks, *self.data.gradient_sums(index)]
-        self.rules.make_room(self.data, rules, used, on_device=chunks[0].device_valid)
+        self.rules.make_room(self.data, rules, used, on_device=chunks[0].device.valid)
         try:
             with profiler_range("update", profiled_names(rules)):
                 renewed = self._host_copy_to_renew(index, rules, chunks)
@@ -265,15 +265,13 @@ class OptimizerStep:
             give_up(self.data, rules, error)
             raise
         for chunk in (managed_params[0].shard_chunk, *chunks):
-            self.data.manager.mark_written(chunk, on_device=chunk.device_valid)
+            self.data.manager.mark_written(chunk, on_device=chunk.device.valid)
         for managed in rules:
             managed.begin_update()
         if running is None:
             self.data.end_update(rules)
         else:
-            if renewed is not None:
-                renewed.renews_host = True
-            self.running.add(running, used, partial(self._finish, running, rules, renewed))
+            self.running.add(running, used, partial(self._finish, running, rules, renewed), renewed)
 
     @defer_sigint
     def _delay_chunk(self, index: int, group_of: GroupOf, scales: Sequence[float]) -> None:
@@ -321,9 +319,6 @@ class OptimizerStep:
             running.cancel()  # Ctrl-C may have interrupted the wait
             give_up(self.data, rules, error)
             raise
-        finally:
-            if renewed is not None:
-                renewed.renews_host = False
         if renewed is not None:
             self.renew(renewed, urgent=True)
         self.data.end_update(rules)
@@ -344,10 +339,10 @@ class OptimizerStep:
         Then both copies are valid once it has been copied to the device, and an eviction needs no copy. Every parameter
         in it has to be updated, since the host copy of others may be old.
         """
-        on_host = self.host_updates is not None and not chunks[0].device_valid
+        on_host = self.host_updates is not None and not chunks[0].device.valid
         param16 = next(iter(rules)).shard_chunk
         whole = all(managed in rules for managed in self.data.by_chunk[index] if managed.location.numel)
-        return param16 if on_host and whole and param16.device_valid and param16.host is not None else None
+        return param16 if on_host and whole and param16.device.valid and param16.host.present else None
 
     def _start(
         self,
@@ -362,16 +357,16 @@ class OptimizerStep:
         Returns:
             What may still be running, and the chunks that it uses.
         """
-        manager, on_host = self.data.manager, not chunks[0].device_valid
+        manager, on_host = self.data.manager, not chunks[0].device.valid
         updates, shard_chunk = self.host_updates if on_host else None, next(iter(rules)).shard_chunk
         in_order = on_host and self._waits_for_copies
         if not in_order:
-            manager.transfers.wait_idle(shard_chunk)
+            manager.transfers.settle(shard_chunk)
         spans = [self.span(managed, rule, chunks, in_order=in_order) for managed, rule in rules.items()]
         if renewed is not None:
             on_host_copy = [renewed.flat_on_host(each.location.offset, each.location.numel) for each in rules]
             spans = [replace(span, param=param) for span, param in zip(spans, on_host_copy, strict=True)]
-        if shard_chunk.device_valid and on_host:
+        if shard_chunk.device.valid and on_host:
             for managed in rules:
                 managed.chunk.transferred_bytes += count_update_transfers(
                     manager,

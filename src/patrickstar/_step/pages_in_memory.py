@@ -53,4 +53,4 @@ class PagesInMemory:
     def mark_written(self, index: int) -> None:
         """Mark what an update of a chunk's pages writes."""
         for chunk in (*self.data.state_chunks(index), self.buffer.chunks(index)[0]):
-            self.data.manager.mark_written(chunk, on_device=chunk.device_valid)
+            self.data.manager.mark_written(chunk, on_device=chunk.device.valid)

@@ -7,12 +7,12 @@ from functools import partial
 
 from patrickstar._hardware.defer_sigint import defer_sigint
 from patrickstar._hardware.transfer import Transfer
-from patrickstar._tiers.chunk import Chunk
+from patrickstar._tiers.chunk import Chunk, Copy
 
 # [Note: running updates]
 # `optimizer.step()` starts updates and returns. An update counts as running until the training thread has finished it:
 # at the end of an operator if it has ended by then, or before whatever looks at its parameters. The chunks that it
-# reads or writes may be chosen for any move meanwhile, and it is finished before they move (`Chunk.finish_update`): no
+# reads or writes may be chosen for any move meanwhile, and it is finished before they move (`Copy.end_update`): no
 # choice of chunks depends on the speed of a thread.
 #
 # One thread runs updates in the order in which the next forward uses the parameters, as far as it is known: the step
@@ -79,6 +79,7 @@ class EndOfUpdate(Transfer):
 @dataclass(eq=False)
 class _Entry:
     chunks: Sequence[Chunk]
+    copies: Sequence[Copy]
     finish: Callable[[], None]
 
 
@@ -96,16 +97,20 @@ class RunningUpdates:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def add(self, update: Transfer, chunks: Sequence[Chunk], finish: Callable[[], None] | None = None) -> None:
+    def add(
+        self, update: Transfer, chunks: Sequence[Chunk], finish: Callable[[], None], renewed: Chunk | None = None
+    ) -> None:
         """Add an update that has been started.
 
         Args:
             chunks: The chunks in memory that it uses.
             finish: Called in place of `update.wait`.
+            renewed: Chunk on the device whose host copy it writes.
         """
-        self._entries[update] = _Entry(chunks, update.wait if finish is None else finish)
-        for chunk in chunks:
-            chunk.finish_update = partial(self.finish_one, update)
+        copies = [chunk.in_use for chunk in chunks] + ([] if renewed is None else [renewed.host])
+        self._entries[update] = _Entry(chunks, copies, finish)
+        for copy in copies:
+            copy.end_update = partial(self.finish_one, update)
 
     @defer_sigint
     def finish_one(self, update: Transfer) -> None:
@@ -154,7 +159,7 @@ class RunningUpdates:
     @defer_sigint
     def _remove(self, update: Transfer) -> _Entry:
         entry = self._entries.pop(update)
-        for chunk in entry.chunks:
-            if not any(chunk in other.chunks for other in self._entries.values()):
-                chunk.finish_update = None
+        for copy in entry.copies:
+            later = [update for update, other in self._entries.items() if copy in other.copies]
+            copy.end_update = partial(self.finish_one, later[-1]) if later else None
         return entry

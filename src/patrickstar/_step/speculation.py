@@ -173,7 +173,7 @@ class Speculation:
             # A spare block or page holds a part of the chunk: every parameter in it has to be updated.
             if not rules or len(rules) < len(managed_params) or not all(rule.by_pages for rule in rules.values()):
                 continue
-            self.data.manager.transfers.complete_in_order(inputs[0])
+            self.data.manager.transfers.complete(inputs[0])
             self.data.update_param_views()
             if inputs[0].in_memory and speculator.start(index, rules, assumption.scales, inputs):
                 versions = [chunk.version for chunk in inputs]

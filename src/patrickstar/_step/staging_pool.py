@@ -113,7 +113,7 @@ class StagingPool:
     @staticmethod
     def writes_page(lists: Sequence[Chunk], first: int) -> bool:
         """Return whether the page that begins at element `first` of any list is being written."""
-        return any(chunk.writes_page(first * chunk.dtype.itemsize) for chunk in lists)
+        return any(chunk.disk.writes_page(first * chunk.dtype.itemsize) for chunk in lists)
 
     @defer_sigint
     def start_read(self, lists: list[Chunk], first: int, numel: int) -> PageSet | None:
@@ -134,7 +134,7 @@ class StagingPool:
         for chunk, number in list(zip(pages.lists, pages.buffers, strict=True))[len(pages.reads) :]:
             start = pages.first * chunk.dtype.itemsize
             read = self.manager.io_dispatch.read(chunk, start, self._part(number, pages.numel, chunk.dtype))
-            chunk.page_reads = [*(transfer for transfer in chunk.page_reads if not transfer.done), read]
+            chunk.disk.reads = [*(transfer for transfer in chunk.disk.reads if not transfer.done), read]
             pages.reads.append(read)
 
     def views(self, pages: PageSet) -> list[torch.Tensor]:
@@ -182,7 +182,7 @@ class StagingPool:
         memory = self._part(number, pages.numel, chunk.dtype)
         write = self.manager.io_dispatch.write(chunk, start, memory, spare=spare)
         pages.writes.append(write)
-        chunk.page_writes[start] = write
+        chunk.disk.writes[start] = write
 
     def keep_until(self, job: Transfer) -> None:
         """Keep the buffers where they are until a job, the last one that uses them, has ended."""
@@ -212,5 +212,5 @@ class StagingPool:
             if all(transfer.done for transfer in pages.writes):
                 self.wait(pages.writes)
                 for chunk in (*pages.lists, *([pages.owner.param16] if pages.param_buffer is not None else [])):
-                    chunk.page_writes = {first: write for first, write in chunk.page_writes.items() if not write.done}
+                    chunk.disk.writes = {start: write for start, write in chunk.disk.writes.items() if not write.done}
                 self.live.remove(pages)

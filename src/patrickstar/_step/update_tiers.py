@@ -35,7 +35,7 @@ class UpdateTiers:
         for index in self.data.by_chunk:
             # Some of them may have been evicted already, to make room for `param16`.
             chunks = self.data.optimizer_chunks(index)
-            on_device = [chunk for chunk in chunks if chunk.device_valid and not chunk.host_valid]
+            on_device = [chunk for chunk in chunks if chunk.device.valid and not chunk.host.valid]
             if on_device:
                 nbytes = sum(chunk.nbytes for chunk in on_device)
                 if nbytes > free:
@@ -48,7 +48,7 @@ class UpdateTiers:
         """Return the tier to update on: the home tier, or the disk while a host home tier has no room yet."""
         home, manager = self.home.get(index, Tier.HOST), self.data.manager
         if home is Tier.HOST and manager.disk_tier is not None:
-            needed = sum(chunk.nbytes for chunk in self._optimizer_chunks(index) if chunk.host is None)
+            needed = sum(chunk.nbytes for chunk in self._optimizer_chunks(index) if not chunk.host.present)
             if not manager.host_tier.has_room(needed):
                 return Tier.DISK
         return home
@@ -58,7 +58,7 @@ class UpdateTiers:
 
     def _fits_host(self, chunk: Chunk) -> bool:
         """Return whether a chunk that is on the device fits on the host."""
-        return chunk.device_valid and (chunk.host_bytes > 0 or self.data.manager.host_tier.has_room(chunk.nbytes))
+        return chunk.device.valid and (chunk.host_bytes > 0 or self.data.manager.host_tier.has_room(chunk.nbytes))
 
     def move(self, index: int, managed_params: Sequence[ManagedParam], tier: Tier | None = None) -> None:
         """Move the optimizer chunks of one index to the tier that they are updated on, `tier_of` by default.
@@ -72,7 +72,7 @@ class UpdateTiers:
         chunks, param16 = self._optimizer_chunks(index), managed_params[0].shard_chunk
         # Also if only other ranks own elements with a gradient: linked processes move the same chunks.
         if any(managed.has_gradient or self.data.has_gradient(managed) for managed in managed_params):
-            manager.transfers.complete_io(param16)
+            manager.transfers.settle(param16, in_order=True)
             # Operators read gathered chunks: a shard follows its states.
             if home is Tier.DEVICE or (param16.kind == SHARD16 and self._fits_host(param16)):
                 chunks.append(param16)

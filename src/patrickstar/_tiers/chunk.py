@@ -1,8 +1,8 @@
 """Chunk: a contiguous buffer with a copy on the device, on the host or on disk, or on several of them."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from operator import methodcaller
 
 import torch
 
@@ -10,7 +10,6 @@ from patrickstar._hardware.storage_guard import allow_access, refuse_access
 from patrickstar._hardware.transfer import Transfer
 from patrickstar._hardware.vm_pool import PagePool, VMRange
 from patrickstar._layout.schema import ITEMSIZE
-from patrickstar._schedule.placement import Tier
 from patrickstar._tiers.host_arena import ArenaBlock
 
 # [Note: one storage for life]
@@ -18,6 +17,12 @@ from patrickstar._tiers.host_arena import ArenaBlock
 # these views use. Each chunk owns one storage object for its lifetime: its memory is freed and allocated again, and
 # every existing view sees the new bytes. Copies write through a fresh alias (`empty(0).set_(storage)`), which has its
 # own version counter, so autograd does not treat a transfer as an in-place modification.
+#
+# [Note: users of a copy]
+# Copies to and from other tiers, updates, page I/O and checkpoint writers use the memory of a copy beside the training
+# thread. Each is registered where it uses memory, and whoever reads or writes that memory (`Copy.settle`), frees or
+# moves it (`Copy.vacate`), waits for it. What an accelerator copies stays registered, for the host, once the device's
+# work has been ordered after it. An update that ends may change which copies are valid, and exchange their memory.
 
 
 class ResizableStorage:
@@ -71,15 +76,108 @@ class Region:
     strides: tuple[int, ...]
 
 
-class MemoryReader(Protocol):
-    """Checkpoint writer that may still read a chunk's memory."""
+_wait: Callable[[Transfer], None] = methodcaller("wait")
 
-    def release(self, owner: Hashable) -> None:
-        """Wait until this reader no longer reads the chunk's memory."""
+
+class Copy:
+    """Copy of a chunk in the memory of one tier."""
+
+    __slots__ = "end_save", "end_update", "flats", "present", "reader", "valid", "writer"
+
+    def __init__(self) -> None:
+        self.present = False
+        """True if it has memory."""
+        self.flats: dict[tuple[int, int], torch.Tensor] = {}
+        """1-D views of its memory, by offset and length."""
+        self.valid = False
+        """True if it is up to date."""
+        self.writer: Transfer | None = None
+        """Copy from another tier that writes it; on the device a fetch in flight."""
+        self.reader: Transfer | None = None
+        """Last copy to another tier that reads it; on the device an eviction in flight, which frees it."""
+        self.end_update: Callable[[], None] | None = None
+        """Ends the running update that uses it. See [Note: running updates]."""
+        self.end_save: Callable[[], None] | None = None
+        """Ends the reads of a checkpoint writer."""
+
+    def settle(self, *, write: bool = False, wait: Callable[[Transfer], None] = _wait) -> None:
+        """Wait until the host can read what other tiers write to it; `write`: until it can write."""
+        if self.writer is not None:
+            wait(self.writer)
+            self.writer = None
+        if write and self.reader is not None:
+            wait(self.reader)
+            self.reader = None
+
+    def vacate(self) -> None:
+        """Wait until nothing uses its memory, which is about to be freed or moved."""
+        self.finish_update()
+        self.settle(write=True)
+        self.finish_save()
+
+    def finish_update(self) -> None:
+        """Finish the running update that uses it, if any."""
+        if self.end_update is not None:
+            self.end_update()
+
+    def finish_save(self) -> None:
+        """Wait until no checkpoint writer reads it."""
+        if self.end_save is not None:
+            self.end_save()
+            self.end_save = None
+
+
+class HostCopy(Copy):
+    """Copy of a chunk in a block of the host arena."""
+
+    __slots__ = "block", "memory"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block: ArenaBlock | None = None
+        self.memory: torch.Tensor | None = None
+        """The block as a tensor of the chunk's elements; None without one."""
+
+    def place(self, block: ArenaBlock | None, memory: torch.Tensor | None) -> None:
+        """Keep the copy in a block from now on; its old views are invalid."""
+        self.block, self.memory, self.present = block, memory, block is not None
+        self.flats.clear()
+
+
+class DiskCopy:
+    """Copy of a chunk in the swap file, and its pages in flight."""
+
+    __slots__ = "offset", "reads", "spare_offset", "valid", "writes"
+
+    def __init__(self) -> None:
+        self.valid = False
+        """True if it is up to date."""
+        self.offset: int | None = None
+        """Byte offset of its block in the swap file, once allocated."""
+        self.spare_offset: int | None = None
+        """Byte offset of its spare pages, once allocated. See [Note: spare pages]."""
+        self.reads: list[Transfer] = []
+        """Reads of its pages by the optimizer step; writes of these pages must wait for them."""
+        self.writes: dict[int, Transfer] = {}
+        """Writes of its pages by first byte; a read of such a page must wait for its write."""
+
+    def settle(self, *, write: bool = False, wait: Callable[[Transfer], None] = _wait) -> None:
+        """Wait until no page is being written; `write`: nor read."""
+        for transfer in (*(self.reads if write else ()), *self.writes.values()):
+            wait(transfer)
+
+    @property
+    def has_writes(self) -> bool:
+        return any(not transfer.done for transfer in self.writes.values())
+
+    def writes_page(self, start: int) -> bool:
+        """Return whether the page that begins at this byte is being written."""
+        write = self.writes.get(start)
+        return write is not None and not write.done
 
 
 class Chunk:
-    """One chunk of one chunk list. `device_valid`, `host_valid` and `disk_valid` mark the up to date copies."""
+    """One chunk of one chunk list, with its copies on the tiers."""
 
     def __init__(
         self, kind: str, index: int, numel: int, dtype: str, device: torch.device, page_pool: PagePool | None = None
@@ -88,53 +186,22 @@ class Chunk:
         self.index = index
         self.numel = numel
         self.dtype: torch.dtype = getattr(torch, dtype)
-        self.device = device
+        self.compute_device = device
         self.nbytes = numel * ITEMSIZE[dtype]
+        self.device, self.host, self.disk = Copy(), HostCopy(), DiskCopy()
         self.memory = device_memory(self.nbytes, device, page_pool)
         self.storage = self.memory.storage
-        self.device_resident = False
         self.refusal = ""
         """Error of native code that reads a view of it without device memory, if views leave the engine.
 
         See [Note: storages that refuse to be read].
         """
-        self._host: torch.Tensor | None = None
-        self._device_flats: dict[tuple[int, int], torch.Tensor] = {}
-        self._host_flats: dict[tuple[int, int], torch.Tensor] = {}
-        self.host_block: ArenaBlock | None = None
-        """Block of the host arena that holds the host copy."""
-        self.disk_offset: int | None = None
-        """Byte offset of its block in the swap file, once allocated."""
-        self.spare_offset: int | None = None
-        """Byte offset of its spare pages in the swap file, once allocated. See [Note: spare pages]."""
         self.held = False
         """True while it is pinned for a whole iteration. See [Note: resident iterations]."""
-        self.device_valid = False
-        self.host_valid = False
-        self.disk_valid = False
         self.sharded = False
         """True if each rank keeps a shard; the device then holds the gathered chunk only while it is needed."""
         self.shards_valid = False
         """True if the shards are up to date. If not, the device memory holds gradients in place of parameters."""
-        self.fetch_transfer: Transfer | None = None
-        """Transfer in flight to its device memory, which is already allocated."""
-        self.eviction_transfer: Transfer | None = None
-        """Transfer in flight to a tier below; its device memory is freed when that is complete."""
-        self.eviction_tier = Tier.HOST
-        self.h2d_transfer: Transfer | None = None
-        """H2D copy ordered on the compute stream, not yet synchronized with the host."""
-        self.d2h_transfer: Transfer | None = None
-        """D2H copy ordered on the compute stream, for which the host waits before it accesses the host copy."""
-        self.finish_update: Callable[[], None] | None = None
-        """Finishes the update in progress that uses the chunk's memory. See [Note: running updates]."""
-        self.renews_host = False
-        """True while an update writes the host copy of a chunk that is on the device, too."""
-        self.save_reader: MemoryReader | None = None
-        """Checkpoint writer that must finish before the chunk's memory is written or freed."""
-        self.page_reads: list[Transfer] = []
-        """Reads of its disk pages by the optimizer step, in flight; writes of these pages must wait for them."""
-        self.page_writes: dict[int, Transfer] = {}
-        """Writes of its disk pages by first byte, in flight; a read of such a page must wait for its write."""
         self.version = 0
         """Counts changes of the content, except page-by-page writes of the optimizer step."""
         self.pins = 0
@@ -144,23 +211,13 @@ class Chunk:
         return f"{self.kind}[{self.index}]"
 
     @property
-    def host(self) -> torch.Tensor | None:
-        """Host memory of this chunk, None without any."""
-        return self._host
-
-    @host.setter
-    def host(self, host: torch.Tensor | None) -> None:
-        self._host = host
-        self._host_flats.clear()
-
-    @property
     def host_bytes(self) -> int:
         """Bytes of host memory allocated to this chunk, whether its host copy is valid or not."""
-        return 0 if self.host is None else self.nbytes
+        return self.nbytes if self.host.present else 0
 
     @property
     def device_bytes(self) -> int:
-        return self.nbytes if self.device_resident else 0
+        return self.nbytes if self.device.present else 0
 
     @property
     def has_gradients(self) -> bool:
@@ -168,87 +225,81 @@ class Chunk:
         return self.sharded and not self.shards_valid
 
     @property
-    def has_page_writes(self) -> bool:
-        return any(not transfer.done for transfer in self.page_writes.values())
-
-    def writes_page(self, start: int) -> bool:
-        """Return whether the disk page that begins at this byte is being written."""
-        write = self.page_writes.get(start)
-        return write is not None and not write.done
-
-    @property
     def in_memory(self) -> bool:
         """True if an up to date copy in memory can be read without waiting. See [Note: transfers in flight]."""
-        return (self.device_valid and self.eviction_transfer is None) or self.host_valid
+        return (self.device.valid and self.device.reader is None) or self.host.valid
 
     def on_device(self, region: Region) -> torch.Tensor:
         """Return a view of the device copy with its own version counter. See [Note: one storage for life]."""
         # On a GPU `set_` resizes a storage that is too small: it would allocate memory outside of the budget.
-        assert self.device_resident, f"{self} has no device memory"
-        alias = torch.empty(0, dtype=self.dtype, device=self.device)
+        assert self.device.present, f"{self} has no device memory"
+        alias = torch.empty(0, dtype=self.dtype, device=self.compute_device)
         return alias.set_(self.storage, region.offset, region.shape, region.strides)
 
     def device_bytes_view(self) -> torch.Tensor:
-        assert self.device_resident, f"{self} has no device memory"
-        return torch.empty(0, dtype=torch.uint8, device=self.device).set_(self.storage)[: self.nbytes]
+        assert self.device.present, f"{self} has no device memory"
+        return torch.empty(0, dtype=torch.uint8, device=self.compute_device).set_(self.storage)[: self.nbytes]
 
     def on_host(self, region: Region) -> torch.Tensor:
-        """Return a view of the host copy, once the device has written it."""
-        assert self.host is not None, f"{self} has no host copy"
-        self.wait_for_d2h()
+        """Return a view of the host copy, once it has been written."""
+        self.host.settle()
         return self._host_view(region)
 
     def _host_view(self, region: Region) -> torch.Tensor:
-        assert self.host is not None, f"{self} has no host copy"
-        return self.host.as_strided(region.shape, region.strides, self.host.storage_offset() + region.offset)
+        memory = self.host.memory
+        assert memory is not None, f"{self} has no host copy"
+        return memory.as_strided(region.shape, region.strides, memory.storage_offset() + region.offset)
 
     def current(self, region: Region) -> torch.Tensor:
         """Return a view of a valid copy in memory, by preference the device copy."""
         assert self.in_memory, f"{self} is not in memory"
-        return self.on_device(region) if self.device_valid else self.on_host(region)
+        return self.on_device(region) if self.device.valid else self.on_host(region)
 
     def flat(self, offset: int, numel: int, *, in_order: bool = False) -> torch.Tensor:
         """Return elements of a valid copy in memory as a 1-D tensor, by preference of the device copy.
 
-        `in_order`: the caller waits for `d2h_transfer` before it accesses a host copy.
+        `in_order`: the caller settles a host copy before it accesses it.
         """
         assert self.in_memory, f"{self} is not in memory"
-        if not self.device_valid and not in_order:
-            self.wait_for_d2h()
-        flats = self._device_flats if self.device_valid else self._host_flats
+        if not self.device.valid and not in_order:
+            self.host.settle()
+        flats = self.device.flats if self.device.valid else self.host.flats
         flat = flats.get((offset, numel))
         if flat is None:
             region = Region(offset, (numel,), (1,))
-            flat = flats[offset, numel] = self.on_device(region) if self.device_valid else self._host_view(region)
+            flat = flats[offset, numel] = self.on_device(region) if self.device.valid else self._host_view(region)
         return flat
 
     def flat_on_host(self, offset: int, numel: int) -> torch.Tensor:
         """Return elements of the host memory, to be written: the host copy need not be valid."""
         return self._host_view(Region(offset, (numel,), (1,)))
 
-    def wait_for_d2h(self) -> None:
-        """Wait until the device has written the host copy."""
-        if self.d2h_transfer is not None:
-            self.d2h_transfer.wait()
-            self.d2h_transfer = None
-
     @property
     def read_storage(self) -> torch.UntypedStorage:
         """Storage of a valid copy: the device's, unless only the host copy is valid."""
-        if self.host is not None and not self.device_valid:
-            return self.host.untyped_storage()
+        if self.host.memory is not None and not self.device.valid:
+            return self.host.memory.untyped_storage()
         return self.storage
 
-    def wait_for_update(self) -> None:
-        """Finish the update in progress that uses this chunk's memory, before the memory is copied or freed."""
-        if self.finish_update is not None:
-            self.finish_update()
+    @property
+    def in_use(self) -> Copy:
+        """Copy in memory that `current` and `flat` return views of."""
+        return self.device if self.device.valid else self.host
 
-    def wait_for_save(self) -> None:
+    @property
+    def updating(self) -> bool:
+        """True while an update uses a copy in memory."""
+        return self.device.end_update is not None or self.host.end_update is not None
+
+    def finish_update(self) -> None:
+        """Finish the update that uses a copy in memory, if any, before the chunk moves."""
+        self.device.finish_update()
+        self.host.finish_update()
+
+    def finish_save(self) -> None:
         """Wait until no checkpoint writer reads this chunk's memory."""
-        if self.save_reader is not None:
-            self.save_reader.release(self)
-            self.save_reader = None
+        self.device.finish_save()
+        self.host.finish_save()
 
     @property
     def whole(self) -> Region:
@@ -258,7 +309,7 @@ class Chunk:
         if self.refusal:
             allow_access(self.storage)
         self.memory.allocate()
-        self.device_resident = True
+        self.device.present = True
 
     def free_device(self, poison: bool) -> None:
         """Free the device memory. `poison` fills it with NaN first, for tests."""
@@ -267,7 +318,7 @@ class Chunk:
         self.memory.free()
         if self.refusal:
             refuse_access(self.storage, self.refusal)
-        self.device_resident = self.device_valid = False
+        self.device.present = self.device.valid = False
 
 
 def fill_poison(buffer: torch.Tensor) -> None:

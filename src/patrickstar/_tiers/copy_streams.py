@@ -70,16 +70,16 @@ class CopyStreams:
 
     def up(self, chunk: Chunk, urgent: bool = False, after: Transfer | None = None) -> Transfer:
         """Start to copy a chunk to the device; beside an accelerator `after` a copy from there has ended."""
-        assert chunk.host is not None
+        assert chunk.host.memory is not None
         stream = self.urgent_stream if urgent else self.up_stream
         if self.accelerator is not None and stream is not None and isinstance(after, StreamTransfer):
             with self.accelerator.use(stream):
                 after.order()
-        return self._start(chunk.on_device(chunk.whole), chunk.host, stream, repr(chunk))
+        return self._start(chunk.on_device(chunk.whole), chunk.host.memory, stream, repr(chunk))
 
     def down(self, chunk: Chunk) -> Transfer:
-        assert chunk.host is not None
-        return self._start(chunk.host, chunk.on_device(chunk.whole), self.down_stream, repr(chunk))
+        assert chunk.host.memory is not None
+        return self._start(chunk.host.memory, chunk.on_device(chunk.whole), self.down_stream, repr(chunk))
 
     def up_now(self, chunk: Chunk) -> None:
         chunk.on_device(chunk.whole).copy_(chunk.on_host(chunk.whole))

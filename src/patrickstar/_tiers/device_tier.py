@@ -100,7 +100,7 @@ class DeviceTier:
             self.timeline.allocated(chunk, Tier.DEVICE)
 
     def free(self, chunk: Chunk) -> None:
-        chunk.wait_for_save()
+        chunk.device.finish_save()
         chunk.free_device(self.poison)
         self.moved.add(chunk)
         self.used -= chunk.nbytes

@@ -56,16 +56,16 @@ class DiskTier:
         return nbytes if nbytes < self.page_bytes and nbytes % BLOCK_BYTES == 0 else self.page_bytes
 
     def reserve(self, chunk: Chunk) -> None:
-        if chunk.disk_offset is None:
-            chunk.disk_offset = self.file.reserve(chunk.nbytes, repr(chunk))
+        if chunk.disk.offset is None:
+            chunk.disk.offset = self.file.reserve(chunk.nbytes, repr(chunk))
 
     def release(self, chunk: Chunk) -> None:
-        if chunk.disk_offset is not None:
-            self._free(chunk, chunk.disk_offset)
-            chunk.disk_offset = None
-        if chunk.spare_offset is not None:
-            self._free(chunk, chunk.spare_offset)
-            chunk.spare_offset = None
+        if chunk.disk.offset is not None:
+            self._free(chunk, chunk.disk.offset)
+            chunk.disk.offset = None
+        if chunk.disk.spare_offset is not None:
+            self._free(chunk, chunk.disk.spare_offset)
+            chunk.disk.spare_offset = None
 
     def _free(self, chunk: Chunk, offset: int) -> None:
         self._written.difference_update(offset + first for first, _ in pages(chunk.nbytes, self.page_bytes_of(chunk)))
@@ -73,13 +73,13 @@ class DiskTier:
 
     def reserve_spare(self, chunk: Chunk) -> None:
         """Reserve spare pages for a chunk. Raises DiskError or BudgetError if the disk is full."""
-        if chunk.spare_offset is None:
-            chunk.spare_offset = self.file.reserve(chunk.nbytes, f"spare pages of {chunk}", planned=False)
+        if chunk.disk.spare_offset is None:
+            chunk.disk.spare_offset = self.file.reserve(chunk.nbytes, f"spare pages of {chunk}", planned=False)
 
     def swap_spare(self, chunk: Chunk) -> None:
         """Make the spare pages of a chunk its pages, and these its spare pages."""
-        assert chunk.spare_offset is not None, f"{chunk} has no spare pages"
-        chunk.disk_offset, chunk.spare_offset = chunk.spare_offset, chunk.disk_offset
+        assert chunk.disk.spare_offset is not None, f"{chunk} has no spare pages"
+        chunk.disk.offset, chunk.disk.spare_offset = chunk.disk.spare_offset, chunk.disk.offset
 
     def read(self, chunk: Chunk, start: int, target: torch.Tensor, urgent: bool = False) -> Transfer:
         """Read whole pages of a chunk, from byte `start` on; pages never written read as zeros."""
@@ -87,14 +87,14 @@ class DiskTier:
 
     def written_bytes(self, chunk: Chunk, start: int, nbytes: int) -> int:
         """Return the number of these bytes that were written to the disk."""
-        assert chunk.disk_offset is not None
-        offset = chunk.disk_offset + start
+        assert chunk.disk.offset is not None
+        offset = chunk.disk.offset + start
         page_bytes = self.page_bytes_of(chunk)
         return sum(length for first, length in pages(nbytes, page_bytes) if offset + first in self._written)
 
     def write(self, chunk: Chunk, start: int, source: torch.Tensor, *, spare: bool = False) -> Transfer:
         """Write whole pages of a chunk, or its `spare` pages, from byte `start` on; no page may be in flight twice."""
-        offset = chunk.spare_offset if spare else chunk.disk_offset
+        offset = chunk.disk.spare_offset if spare else chunk.disk.offset
         assert offset is not None
         parts = pages(source.numel(), self.page_bytes_of(chunk))
         self._written.update(offset + start + first for first, _ in parts)
@@ -117,7 +117,7 @@ class DiskTier:
         urgent: bool,
         spare: bool = False,
     ) -> Transfer:
-        page_bytes, block = self.page_bytes_of(chunk), chunk.spare_offset if spare else chunk.disk_offset
+        page_bytes, block = self.page_bytes_of(chunk), chunk.disk.spare_offset if spare else chunk.disk.offset
         assert block is not None and start % page_bytes == 0, f"{chunk} has no page at {start}"
         label, offset = repr(chunk), block + start
         # Earlier work of the device may still use device memory: a copy is ordered after it, but the disk need not be.

@@ -86,7 +86,7 @@ class HostTier:
     def _own(self, block: ArenaBlock, chunk: Chunk) -> None:
         """Make a block the host copy of a chunk."""
         self._owners[block] = chunk
-        chunk.host_block, chunk.host = block, self.view(block, chunk.dtype)
+        chunk.host.place(block, self.view(block, chunk.dtype))
         self.used += chunk.nbytes
         if self.timeline is not None:
             self.timeline.allocated(chunk, Tier.HOST)
@@ -95,15 +95,26 @@ class HostTier:
         """Allocate a block for a chunk; the caller has made room in the budget. Its content is undefined."""
         self._own(self._new_block(chunk.nbytes, repr(chunk)), chunk)
         self._note_peaks()
-        assert chunk.host is not None
-        return chunk.host
+        assert chunk.host.memory is not None
+        return chunk.host.memory
 
-    def free(self, chunk: Chunk, *, for_good: bool = False) -> None:
-        """Free a chunk's block; `for_good` also returns the memory to the system."""
-        assert chunk.host is not None
-        _wait_for_transfers(chunk)
+    def free(self, chunk: Chunk, *, for_good: bool = False, in_order: bool = False) -> None:
+        """Free a chunk's block; `for_good` also returns the memory to the system.
+
+        `in_order`: without a wait for copies of the device, which the memory is used again after.
+        """
+        if in_order:
+            chunk.host.finish_save()
+            copies = [copy for copy in (chunk.host.reader, chunk.host.writer) if copy is not None]
+            for copy in copies[:-1]:
+                copy.wait()
+            self._free_block(self._detach(chunk), copies[-1] if copies else None)
+            chunk.host.reader = chunk.host.writer = None
+            return
+        chunk.host.vacate()
+        assert chunk.host.memory is not None
         if self.poison:
-            fill_poison(chunk.host)
+            fill_poison(chunk.host.memory)
         block = self._detach(chunk)
         block.arena.free(block, for_good=for_good)
 
@@ -113,7 +124,9 @@ class HostTier:
             return False
         while self.free_bytes < nbytes and self.spare_bytes and self.reclaim():
             pass
-        for chunk in sorted(self._droppable(), key=lambda chunk: chunk.renews_host):  # these wait for an update
+        for chunk in sorted(
+            self._droppable(), key=lambda chunk: chunk.host.end_update is not None
+        ):  # these wait for it
             if self.free_bytes >= nbytes:
                 break
             self.free(chunk)
@@ -131,7 +144,7 @@ class HostTier:
 
     def _droppable(self) -> list[Chunk]:
         """Return the chunks whose host copy is, or will be after an update, a duplicate of the device copy."""
-        return [chunk for chunk in self._owners.values() if chunk.device_resident and chunk.eviction_transfer is None]
+        return [chunk for chunk in self._owners.values() if chunk.device.present and chunk.device.reader is None]
 
     def _short_bytes(self, nbytes: int) -> int:
         """Return the bytes by which `nbytes` more exceed the budget, with all duplicates and spare blocks freed."""
@@ -218,8 +231,8 @@ class HostTier:
 
         The old memory is used again once copies in flight that the device makes have ended; the host does not wait.
         """
-        if chunk.host is not None:
-            self.free_in_order(chunk)
+        if chunk.host.present:
+            self.free(chunk, in_order=True)
         self.spare_bytes -= chunk.nbytes
         self._own(block, chunk)
         self._note_peaks()
@@ -227,32 +240,21 @@ class HostTier:
 
     def exchange_blocks(self, first: Chunk, second: Chunk) -> None:
         """Exchange the host copies of two chunks of the same size, with the copies that use them."""
-        assert first.host_block is not None and second.host_block is not None, f"{first} or {second} has no host copy"
+        assert first.host.block is not None and second.host.block is not None, f"{first} or {second} has no host copy"
         assert first.nbytes == second.nbytes, f"{first} and {second} differ in size"
-        first.wait_for_save()
-        second.wait_for_save()
-        self._owners[first.host_block], self._owners[second.host_block] = second, first
-        first.host_block, second.host_block = second.host_block, first.host_block
+        first.host.finish_save()
+        second.host.finish_save()
+        self._owners[first.host.block], self._owners[second.host.block] = second, first
         first.host, second.host = second.host, first.host
-        first.h2d_transfer, second.h2d_transfer = second.h2d_transfer, first.h2d_transfer
-        first.d2h_transfer, second.d2h_transfer = second.d2h_transfer, first.d2h_transfer
         self.moved |= {first, second}
-
-    def free_in_order(self, chunk: Chunk) -> None:
-        """Free a chunk's block without a wait for copies of the device: it is used again once they have ended."""
-        chunk.wait_for_save()
-        copies = [copy for copy in (chunk.h2d_transfer, chunk.d2h_transfer) if copy is not None]
-        for copy in copies[:-1]:
-            copy.wait()
-        self._free_block(self._detach(chunk), copies[-1] if copies else None)
-        chunk.h2d_transfer = chunk.d2h_transfer = None
 
     def _detach(self, chunk: Chunk) -> ArenaBlock:
         """Return a chunk's block, which is no longer its host copy."""
-        block = chunk.host_block
+        block = chunk.host.block
         assert block is not None, f"{chunk} has no host copy"
         del self._owners[block]
-        chunk.host, chunk.host_block, chunk.host_valid = None, None, False
+        chunk.host.place(None, None)
+        chunk.host.valid = False
         self.used -= chunk.nbytes
         if self.timeline is not None:
             self.timeline.freed(chunk, Tier.HOST)
@@ -346,9 +348,9 @@ class HostTier:
             if not copy.done:
                 copy.wait()
         for chunk in list(self._owners.values()):
-            chunk.wait_for_update()
+            chunk.finish_update()
         for chunk in list(self._owners.values()):  # others than before: an update that ends may exchange blocks
-            _wait_for_transfers(chunk)
+            chunk.host.vacate()
         self._free_released(wait=True)
         for arena in self.arenas:
             arena.compact()
@@ -359,7 +361,7 @@ class HostTier:
                 self.arenas.remove(arena)
                 arena.close()
         for block, chunk in self._owners.items():
-            chunk.host = self.view(block, chunk.dtype)
+            chunk.host.place(block, self.view(block, chunk.dtype))
             self.moved.add(chunk)
 
     def _close_spare_arenas(self) -> None:
@@ -383,15 +385,3 @@ class HostTier:
     def close(self) -> None:
         for arena in self.arenas:
             arena.close()
-
-
-def _wait_for_transfers(chunk: Chunk) -> None:
-    """Wait until no update, transfer or checkpoint writer uses a chunk's host block."""
-    if not chunk.device_valid or chunk.renews_host:
-        chunk.wait_for_update()
-    for transfer in (chunk.fetch_transfer, chunk.eviction_transfer, chunk.h2d_transfer):
-        if transfer is not None:
-            transfer.wait()
-    chunk.h2d_transfer = None
-    chunk.wait_for_d2h()
-    chunk.wait_for_save()

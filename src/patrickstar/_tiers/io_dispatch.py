@@ -60,11 +60,10 @@ class IODispatch:
             self.check()
             with self.stalled(chunk):
                 return self._requested(Channel.COLLECTIVES, chunk, chunk.nbytes, self.comm.gather(chunk), urgent)
-        if chunk.host_valid:
+        if chunk.host.valid:
             return self.up(chunk, urgent)
-        assert chunk.disk_valid, f"{chunk} has no valid copy"
-        for write in chunk.page_writes.values():
-            self.wait(write)
+        assert chunk.disk.valid, f"{chunk} has no valid copy"
+        chunk.disk.settle(wait=self.wait)
         return self.read(chunk, 0, chunk.device_bytes_view(), urgent)
 
     def request_reduction(self, chunk: Chunk) -> Transfer:
@@ -128,7 +127,7 @@ class IODispatch:
 
         Yields the index of the page's first element, and the page in memory that the next page reuses.
         """
-        assert self.disk is not None and chunk.disk_valid, f"{chunk} has no valid copy on disk"
+        assert self.disk is not None and chunk.disk.valid, f"{chunk} has no valid copy on disk"
         itemsize = chunk.dtype.itemsize
         page_numel = self.disk.page_bytes_of(chunk) // itemsize
         for offset in range(first // page_numel * page_numel, first + numel, page_numel):

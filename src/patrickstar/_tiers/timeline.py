@@ -167,7 +167,11 @@ class Timeline:
 
 
 def _memory_of(chunk: Chunk, now: float) -> Iterator[ChunkMemory]:
-    present = {Tier.DEVICE: chunk.device_bytes > 0, Tier.HOST: chunk.host is not None, Tier.DISK: chunk.disk_valid}
+    present = {
+        Tier.DEVICE: chunk.device_bytes > 0,
+        Tier.HOST: chunk.host_bytes > 0,
+        Tier.DISK: chunk.disk.valid,
+    }
     for tier, has_memory in present.items():
         if has_memory:
             yield ChunkMemory(now, tier, chunk.kind, chunk.index, chunk.nbytes, True)
