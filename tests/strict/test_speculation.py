@@ -18,9 +18,9 @@ from speculation_cases import EVENTS, LAYERS, backward, build, clip, clip_nothin
 import patrickstar as ps
 from patrickstar import testing
 from patrickstar._engine.engine import Engine
-from patrickstar._step.disk_optimizer_step import DiskOptimizerStep
 from patrickstar._step.host_speculation import HostSpeculation
 from patrickstar._step.streamed_update import THREADS
+from patrickstar._step.update_home import SparePages
 
 ON_HOST = {"chunk_size": "6KiB", "host_memory": "4MiB"}
 
@@ -72,10 +72,10 @@ def on_disk(tmp_path: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("event", [each for each in EVENTS[1:] if "gradient" not in each.__name__])
 def test_updates_from_disk_see_whatever_happens_before_the_step(event, tmp_path, monkeypatch):
-    submit = mock.Mock(side_effect=DiskOptimizerStep.submit_speculative)
-    monkeypatch.setattr(DiskOptimizerStep, "submit_speculative", lambda *args: submit(*args))
+    begun, begin = [], SparePages.begin
+    monkeypatch.setattr(SparePages, "begin", lambda home, rules: begun.append(rules) or begin(home, rules))
     compare(loop([[]] * 3 + [[event], [], [], [event], []], [1] * 8), seed=9, **on_disk(tmp_path))
-    assert submit.call_count > 0
+    assert begun
 
 
 @pytest.mark.parametrize("seeds", some_are_slow(100, fast=5))

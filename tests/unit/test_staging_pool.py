@@ -39,7 +39,7 @@ def test_pages_of_lists_pass_through_buffers_and_come_back(tmp_path):
     for pages in (first, second):
         pool.wait(pages.reads)
         assert pages.ready and pages.is_current(lists)
-        for value, view in enumerate(pool.views(pages)):
+        for value, view in enumerate(pool.views(pages).values()):
             assert torch.equal(view, torch.arange(pages.first, pages.first + pages.numel) + float(value))
             view.neg_()
     pool.write(first, lists)

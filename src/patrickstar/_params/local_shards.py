@@ -12,7 +12,6 @@ from patrickstar._kernels.update_rule import Gradient
 from patrickstar._layout.schema import GRAD32, PARAM32
 from patrickstar._params.device_arithmetic import add_gradient, round_to_device
 from patrickstar._params.managed_param import ManagedParam, refusal
-from patrickstar._params.param_values import set_data
 from patrickstar._schedule.placement import Tier
 from patrickstar._tiers.chunk import Chunk
 from patrickstar.errors import TrainingError
@@ -86,7 +85,7 @@ class LocalShards:
                 view = managed.current_device_view()
             elif managed.stays_on_host:
                 view = managed.chunk.on_host(managed.region)
-        set_data(managed, view)
+        managed.set_data(view)
 
     def _prepare_refusals(self, managed: ManagedParam) -> None:
         """Create a parameter's placeholder, and the errors of native code that reads it or views of its chunk."""

@@ -188,6 +188,14 @@ class ManagedParam:
         """The parameter's shape and strides without memory: its placeholder has other strides."""
         return torch.empty_strided(self.region.shape, self.region.strides, dtype=self.chunk.dtype, device="meta")
 
+    def set_data(self, view: torch.Tensor) -> None:
+        """Point the parameter, or the local tensor of a DTensor, at a tensor of its dtype and device."""
+        if self.is_dtensor:
+            param: Any = self.param
+            param._local_tensor = view
+        else:
+            self.param.data = view
+
     def flat(self, chunk: Chunk, *, in_order: bool = False) -> torch.Tensor:
         """Return this rank's elements of the parameter in a chunk of one of its lists, 1-D, in memory order.
 

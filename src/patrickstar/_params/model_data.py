@@ -15,7 +15,6 @@ from patrickstar._hardware.profiler_range import profiler_range
 from patrickstar._layout.schema import GRAD32, PARAM16, PARAM32
 from patrickstar._params.local_shards import LocalShards, follow_written
 from patrickstar._params.managed_param import ManagedParam, profiled_names
-from patrickstar._params.param_values import set_data
 from patrickstar._params.process_hooks import ProcessHooks
 from patrickstar._params.residency import Residency
 from patrickstar._params.save_in_progress import SaveInProgress
@@ -269,7 +268,7 @@ class ModelData(LocalShards, ProcessHooks):
         version = managed.param._version
         self._write_gradient(managed, grad, add=grows)
         state.overlay(self.backward_id, version)
-        set_data(managed, managed.absent_view)
+        managed.set_data(managed.absent_view)
         if self.manager.timeline is not None:
             self.manager.timeline.holds_gradients(managed.location.chunk, True)
 

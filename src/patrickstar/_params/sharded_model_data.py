@@ -13,7 +13,6 @@ from patrickstar._layout.schema import PARAM16, PARAM32, SHARD16, SUM32
 from patrickstar._params.local_shards import follow_written
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.owned_shards import OwnedShards
-from patrickstar._params.param_values import set_data
 from patrickstar._schedule.coordination import Request
 from patrickstar._tiers.chunk import Chunk
 from patrickstar.errors import BudgetError, TrainingError
@@ -108,7 +107,7 @@ class ShardedModelData(OwnedShards):
         version = managed.param._version
         self._write_in_memory(managed, grad, add=state.overlays_param)
         state.overlay(self.backward_id, version)
-        set_data(managed, managed.absent_view)
+        managed.set_data(managed.absent_view)
         self._overlaid.add(managed.chunk.index)
 
     def fetch(self, chunks: Sequence[Chunk], *, gently: bool = False) -> None:

@@ -8,7 +8,7 @@ import torch
 from patrickstar._hardware.defer_sigint import defer_sigint
 from patrickstar._hardware.transfer import Transfer
 from patrickstar._kernels.dispatch import Kernels
-from patrickstar._kernels.update_rule import Gradient, Rule, Span
+from patrickstar._kernels.update_rule import Rule
 from patrickstar._layout.schema import DELAYED16
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
@@ -16,6 +16,7 @@ from patrickstar._step.disk_optimizer_step import DiskOptimizerStep
 from patrickstar._step.failed_update import give_up
 from patrickstar._step.host_updates import HostUpdates
 from patrickstar._step.running_updates import RunningUpdates
+from patrickstar._step.update_home import WHOLE, WHOLE_IN_ORDER, DelayedList
 from patrickstar._tiers.chunk import Chunk
 
 # [Note: delayed updates]
@@ -101,20 +102,18 @@ class DelayedUpdates:
         for managed in rules:
             managed.count_update()
         try:
-            listed = self._exchange_chunk(index, rules)
+            home = DelayedList(self.data, self._exchange_chunk(index, rules))
             if not rules:
                 return
             if not chunks[0].in_memory:
                 assert self._disk_step is not None, "without a disk all chunks are in memory"
-                self._disk_step.submit_delayed(index, rules, scales, listed)
+                self._disk_step.submit(index, rules, scales, home)
                 return
             used = [delayed, *chunks, *self.data.gradient_sums(index)]
             updates = None if chunks[0].device.valid else self._host_updates
-            in_order = updates is not None  # the update waits for the copies of its chunks itself
-            spans = [
-                self._span(managed, rule, chunks, listed=managed in listed, in_order=in_order)
-                for managed, rule in rules.items()
-            ]
+            # An update on the host waits for the copies of its chunks itself.
+            part = WHOLE if updates is None else WHOLE_IN_ORDER
+            spans = [home.span(managed, rule, part) for managed, rule in rules.items()]
             if updates is not None:
                 running = updates.start(spans, scales, used)
             else:
@@ -201,23 +200,6 @@ class DelayedUpdates:
             self._exchange(managed, delayed=True)
         torch.autograd.graph.increment_version(managed.param)
         managed.state.begin_late()
-
-    def _span(self, managed: ManagedParam, rule: Rule, chunks: list[Chunk], *, listed: bool, in_order: bool) -> Span:
-        """Return the tensors that a delayed update of one parameter reads and writes.
-
-        Args:
-            chunks: Chunks of the master and of the states.
-            listed: The gradient is in the gradient list.
-            in_order: See `Chunk.flat`.
-        """
-        master, *states = [managed.flat(chunk, in_order=in_order) for chunk in chunks]
-        param = managed.flat(self.list_of(managed.location.chunk), in_order=in_order)
-        latest = param
-        if listed:
-            (sums,) = self.data.gradient_sums(managed.location.chunk)
-            latest = managed.flat(sums, in_order=in_order)
-        grad = Gradient(latest, None, getattr(torch, managed.schema.master_dtype))
-        return Span(param, grad, master, tuple(states), rule, name=managed.name)
 
     def _exchange_whole(
         self, index: int, rules: Mapping[ManagedParam, Rule], managed_params: list[ManagedParam]

@@ -3,20 +3,17 @@
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 
-import torch
-
 from patrickstar._hardware.defer_sigint import defer_sigint
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.update_rule import Rule, Span
-from patrickstar._layout.schema import GRAD32
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
-from patrickstar._step.disk_update import DiskUpdate, PageBuffers, count_update_transfers, overlap
+from patrickstar._step.disk_update import DiskUpdate
 from patrickstar._step.host_updates import HostUpdates
-from patrickstar._step.page_span import page_span
 from patrickstar._step.read_ahead import ReadAhead
 from patrickstar._step.running_updates import EndOfUpdate, RunningUpdates
 from patrickstar._step.staging_pool import PageSet, StagingPool
+from patrickstar._step.update_home import Home, Page
 from patrickstar._step.update_rules import UpdateRules
 
 # [Note: deferred updates]
@@ -54,81 +51,55 @@ class DiskOptimizerStep:
     @property
     def pending(self) -> set[int]:
         """Indices of chunks with a deferred update, for which operators wait."""
-        return {update.index for update in self._updates if not update.speculative and not update.late}
+        return {update.index for update in self._updates if not update.home.speculative and not update.home.late}
 
     @property
     def unfinished(self) -> set[int]:
         """Indices of chunks with an update that is queued, speculative ones excepted."""
-        return {update.index for update in self._updates if not update.speculative}
+        return {update.index for update in self._updates if not update.home.speculative}
 
     @property
     def updated_in_part(self) -> list[str]:
         """Names of the parameters whose update has begun and not ended, also if an error has ended it."""
-        begun = [update for update in (*self._aborted, *self._updates) if update.updated and not update.speculative]
-        return [managed.name for update in begun for managed in update.rules]
+        begun = [update for update in (*self._aborted, *self._updates) if update.updated]
+        return [managed.name for update in begun if not update.home.speculative for managed in update.rules]
 
     @defer_sigint
-    def submit(self, index: int, rules: Mapping[ManagedParam, Rule], scales: Sequence[float]) -> None:
-        """Queue the update of one chunk's parameters."""
-        update = self._new_update(index, rules, scales)
-        self.read_ahead.expect(update)
-        for managed in rules:
-            managed.begin_update()
+    def submit(
+        self,
+        index: int,
+        rules: Mapping[ManagedParam, Rule],
+        scales: Sequence[float],
+        home: Home,
+        pages: Sequence[tuple[int, int]] | None = None,
+    ) -> DiskUpdate:
+        """Queue the update of one chunk's parameters.
+
+        Args:
+            pages: First element and number of elements of each page that is updated; None: all that have parameters.
+        """
+        lists = home.lists(index)
+        if pages is None:
+            pages = [
+                (first, numel)
+                for first, numel in self.staging_pool.pages(lists[0])
+                if any(Page(index, first, numel).part(managed) for managed in rules)
+            ]
+        update = DiskUpdate(index, rules, scales, lists, list(pages), home)
+        if home.late:
+            self.read_ahead.expected.clear()  # the next step writes what its update reads, or queues all pages itself
+        elif not home.speculative:
+            self.read_ahead.expect(update)
+        home.begin(rules)
         if update.pages:
             self._updates.append(update)
         else:
-            self.data.end_update(rules)
-
-    @defer_sigint
-    def submit_delayed(
-        self,
-        index: int,
-        rules: Mapping[ManagedParam, Rule],
-        scales: Sequence[float],
-        listed: Collection[ManagedParam],
-    ) -> None:
-        """Queue a delayed update, whose gradients have been moved out of the parameters' place."""
-        self.read_ahead.expected.clear()  # the next step writes `delayed16` before its update reads it
-        update = self._new_update(index, rules, scales, listed)
-        if update.pages:
-            self._updates.append(update)
-
-    @defer_sigint
-    def submit_buffered(
-        self, index: int, rules: Mapping[ManagedParam, Rule], pages: Sequence[tuple[int, int]], buffers: PageBuffers
-    ) -> None:
-        """Queue a lock-free update of some pages of a chunk."""
-        self.read_ahead.expected.clear()  # all pages that will be updated are queued
-        states = self.data.state_chunks(index)
-        self._updates.append(DiskUpdate(index, rules, (), states, list(pages), buffers=buffers))
-
-    def submit_speculative(self, index: int, rules: Mapping[ManagedParam, Rule], scales: Sequence[float]) -> DiskUpdate:
-        """Queue an update whose results go to spare pages, which have been reserved, after all others."""
-        update = self._new_update(index, rules, scales)
-        update.speculative = True
-        update.versions = {chunk: chunk.version for chunk in (update.param16, *self.data.gradient_sums(index))}
-        self._updates.append(update)
+            home.end(rules)
         return update
 
-    def _new_update(
-        self,
-        index: int,
-        rules: Mapping[ManagedParam, Rule],
-        scales: Sequence[float],
-        listed: Collection[ManagedParam] | None = None,
-    ) -> DiskUpdate:
-        lists = self.data.state_chunks(index) if listed is None else self.data.optimizer_chunks(index)
-        lists += [sums for sums in self.data.gradient_sums(index) if not sums.in_memory]
-        pages = [
-            (first, numel)
-            for first, numel in self.staging_pool.pages(lists[0])
-            if any(overlap(managed, first, first + numel) for managed in rules)
-        ]
-        return DiskUpdate(index, rules, scales, lists, pages, listed=listed)
-
     def buffered(self, index: int) -> list[DiskUpdate]:
-        """Return the queued lock-free updates of a chunk."""
-        return [update for update in self._updates if update.index == index and update.buffers is not None]
+        """Return the queued late updates of a chunk."""
+        return [update for update in self._updates if update.index == index and update.home.late]
 
     def is_queued(self, update: DiskUpdate) -> bool:
         """Return whether an update is in the queue and not complete."""
@@ -153,7 +124,7 @@ class DiskOptimizerStep:
         started = in_memory | {update for update in self._updates if update.updated}
 
         def rank(update: DiskUpdate) -> tuple[int, int]:
-            if update.speculative:
+            if update.home.speculative:
                 return 1, 0
             return (-1, 0) if update in started else (0, key(update.index))
 
@@ -165,13 +136,13 @@ class DiskOptimizerStep:
         if not self.read_ahead.enabled:
             return
         self._running.finish_done()
-        for update in [each for each in self._updates if not each.is_current and not each.complete]:
+        for update in [each for each in self._updates if not each.home.is_current and not each.complete]:
             self.remove(update)
         self.read_ahead.start(self._updates)
         while queued := self._queued():
             update = queued[0].owner
             fetching = update.param16.device.writer is not None or not update.param16.in_memory
-            if not queued[0].ready or (fetching and not update.late):
+            if not queued[0].ready or (fetching and not update.home.late):
                 break
             self._update(queued[0])
             self.read_ahead.start(self._updates)
@@ -201,7 +172,7 @@ class DiskOptimizerStep:
             queued = self._queued()
             if queued and (queued[0].owner.index in first or not self._running):
                 self.staging_pool.complete(queued[0])
-                if not queued[0].owner.late:
+                if not queued[0].owner.home.late:
                     self.data.manager.ensure_in_memory(queued[0].owner.param16)
                     self.data.update_param_views()
                 self._update(queued[0])
@@ -229,14 +200,10 @@ class DiskOptimizerStep:
             managed
             for update in self._updates
             for managed in update.rules
-            if managed.state.update_pending or update.late
+            if managed.state.update_pending or update.home.late
         ]
-        for update in [each for each in self._updates if each.late]:
-            if update.buffers is not None:
-                update.buffers.forget(update.rules)
-                continue
-            for managed in update.rules:
-                managed.steps -= 1
+        for update in self._updates:
+            update.home.give_up(update.rules)
         aborted, self._updates = self._updates, []
         self.cancel_running()
         if self.data.manager.io_dispatch.failed is not None:
@@ -272,11 +239,7 @@ class DiskOptimizerStep:
         try:
             self.staging_pool.wait(pages.reads)
             self._update_rules.make_room(self.data, update.rules, [update.param16])
-            views = dict(zip((chunk.kind for chunk in pages.lists), self.staging_pool.views(pages), strict=True))
-            if update.buffers is None:
-                spans = self._spans(pages, views)
-            else:
-                spans = update.buffers.spans(pages.index, pages.first, views)
+            spans = self._spans(pages)
             if self._host_updates is not None:
                 self._hold(pages, self._host_updates, spans)
                 return
@@ -287,28 +250,22 @@ class DiskOptimizerStep:
             self._abort(error)
             raise
 
-    def _spans(self, pages: PageSet, views: Mapping[str, torch.Tensor]) -> list[Span]:
+    def _spans(self, pages: PageSet) -> list[Span]:
         """Return what the update of a page set reads and writes, and count what it copies."""
-        update, updates, spans = pages.owner, self._host_updates, []
-        for managed, rule in update.rules.items():
-            part = overlap(managed, pages.first, pages.first + pages.numel)
-            if part is not None:
-                in_order = updates is not None and updates.waits_for_copies
-                pool = self.staging_pool
-                spans.append(page_span(self.data, pool, managed, rule, part, pages, views, in_order=in_order))
-                if managed.shard_chunk.device.valid and not update.late:  # states are on the host
-                    numel, upload = part.stop - part.start, not update.speculative
-                    count_update_transfers(self.data.manager, managed, numel, upload, by_kernel=updates is not None)
+        update, updates, page = pages.owner, self._host_updates, Page(pages.index, pages.first, pages.numel)
+        if update.param16.device.valid and not update.home.late:  # states are on the host
+            for managed in update.rules:
+                if (part := page.part(managed)) is not None:
+                    options = {"upload": not update.home.speculative, "by_kernel": updates is not None}
+                    update.home.count_transfers(managed, part.stop - part.start, **options)
+        in_order, lists = updates is not None and updates.waits_for_copies, self.staging_pool.views(pages)
+        spans: list[Span] = update.home.spans(page, update.rules, lists, in_order)
         return spans
 
     def _hold(self, pages: PageSet, updates: HostUpdates, spans: Sequence[Span]) -> None:
         """Start to update a page set on the worker thread, before whole chunks on the host: the disk is slower."""
         owner = pages.owner
-        chunks = [sums for sums in self.data.gradient_sums(pages.index) if sums not in pages.lists]
-        if owner.buffers is not None:
-            chunks = owner.buffers.chunks(pages.index)
-        elif not owner.late:
-            chunks.insert(0, owner.param16)
+        chunks = owner.home.chunks(pages.index, pages.lists)
         pages.update = updates.start(spans, owner.scales, chunks, urgent=True)
         if any(span.rule.needs_shape for span in spans):
             pages.update.wait()  # while the device has room for its products of matrices
@@ -328,17 +285,9 @@ class DiskOptimizerStep:
     def _end(self, pages: PageSet) -> None:
         """Start to write an updated page set back; after the last one, the chunk's parameters are updated."""
         update = pages.owner
-        if update.speculative:
-            self.staging_pool.write_spare(pages, update.param16)
-        else:
-            if not update.late:
-                self.data.manager.mark_written(update.param16, on_device=update.param16.device.valid)
-            self.staging_pool.write(pages, [chunk for chunk in pages.lists if chunk.kind != GRAD32])
-            if update.buffers is not None:
-                update.buffers.end_page(pages.index, pages.first)
+        update.home.end_page(pages, self.staging_pool)
         pages.updated = True
         update.updated += 1
-        if update.complete and not update.speculative:
-            if not update.late:
-                self.data.end_update(update.rules)
+        if update.complete and not update.home.speculative:
+            update.home.end(update.rules)
             self._updates.remove(update)

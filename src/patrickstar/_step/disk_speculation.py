@@ -10,6 +10,7 @@ from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
 from patrickstar._step.disk_optimizer_step import DiskOptimizerStep
 from patrickstar._step.disk_update import DiskUpdate
+from patrickstar._step.update_home import SparePages
 from patrickstar._tiers.chunk import Chunk
 from patrickstar.errors import BudgetError, DiskError
 
@@ -83,7 +84,7 @@ class DiskSpeculation:
             self._full = True
             _log.warning("updates of chunks on disk wait for the optimizer step: %s", error)
             return False
-        self._updates[index] = self._disk_step.submit_speculative(index, rules, scales)
+        self._updates[index] = self._disk_step.submit(index, rules, scales, SparePages(self.data, index))
         self._count += 1
         return True
 

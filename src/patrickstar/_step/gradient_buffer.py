@@ -1,6 +1,6 @@
 """Buffers of lock-free updates: sums of gradients that no update has used, and the newest parameters."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,21 +10,18 @@ from patrickstar._kernels.update_rule import Gradient, Rule, Span
 from patrickstar._layout.schema import BUFFERED16, BUFFERED_GRAD
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
-from patrickstar._step.disk_update import overlap
+from patrickstar._step.staging_pool import PageSet, StagingPool
+from patrickstar._step.update_home import WHOLE, Home, Page, Part, Rules
 from patrickstar._step.update_log import Pages, UpdateRecord
 from patrickstar._step.update_rules import UpdateRules
 from patrickstar._tiers.chunk import Chunk
 
 
 @dataclass(eq=False)
-class BufferedPage:
+class BufferedPage(Page):
     """One page of a chunk, which is updated as a whole."""
 
-    index: int
     number: int
-    first: int
-    """First element in the chunk."""
-    numel: int
     pending: dict[ManagedParam, int] = field(default_factory=dict)
     """Number of gradients in the sums, by parameter."""
     oldest: int = 0
@@ -36,20 +33,18 @@ class BufferedPage:
     queued: bool = False
     """True while an update of the page is queued or runs."""
 
-    def part(self, managed: ManagedParam) -> slice | None:
-        """Return the elements of a parameter that are on the page; None if there are none."""
-        return overlap(managed, self.first, self.first + self.numel)
 
-
-class GradientBuffer:
+class GradientBuffer(Home):
     """Sums of gradients and newest parameters, page by page, in host memory.
 
     Args:
         page_numel: Returns the number of elements of the pages of a chunk of masters.
     """
 
+    late = True
+
     def __init__(self, data: ModelData, update_rules: UpdateRules, page_numel: Callable[[Chunk], int]) -> None:
-        self.data = data
+        super().__init__(data)
         self.step = 0
         """Number of the last step that has begun to add gradients."""
         self.accepted: dict[int, int] = {}
@@ -70,7 +65,7 @@ class GradientBuffer:
             numel = max(1, min(self._page_numel(master), master.numel))
             starts = enumerate(range(0, master.numel, numel))
             self._pages[index] = [
-                BufferedPage(index, number, first, min(numel, master.numel - first)) for number, first in starts
+                BufferedPage(index, first, min(numel, master.numel - first), number) for number, first in starts
             ]
         return self._pages[index]
 
@@ -100,7 +95,7 @@ class GradientBuffer:
             if managed_params[0].schema.trained
         }
 
-    def begin(self, managed: ManagedParam) -> None:
+    def fill(self, managed: ManagedParam) -> None:
         """Fill the buffer of a parameter, whose updates were not lock-free before, with its present values."""
         for page, _ in self.pages_of(managed):
             page.updates[managed] = managed.steps
@@ -183,28 +178,34 @@ class GradientBuffer:
         count = page.updates.get(managed, managed.steps) + 1
         return self._update_rules.rule(managed, self._groups[managed], count)
 
-    # What an update of pages needs: see `PageBuffers`
+    # The home of updates
 
-    def chunks(self, index: int) -> list[Chunk]:
+    def lists(self, index: int) -> list[Chunk]:
+        """Return the chunks of masters and states."""
+        return self.data.state_chunks(index)
+
+    def chunks(self, index: int, lists: Collection[Chunk] = ()) -> list[Chunk]:
         """Return the chunks of both buffers of an index."""
         return [self.data.manager[kind, index] for kind in (BUFFERED16, BUFFERED_GRAD)]
 
-    def spans(self, index: int, first: int, states: Mapping[str, torch.Tensor]) -> list[Span]:
-        """Return what the update of one page reads and writes; see `PageBuffers`."""
-        page = self._page(index, first)
-        newest, sums = self.chunks(index)
-        spans = []
-        for managed in page.pending:
-            part = page.part(managed)
-            assert part is not None, f"{managed.name} has no elements on page {page.number} of chunk {index}"
-            offset = managed.location.offset - first
-            on_page = slice(offset + part.start, offset + part.stop)
-            master, *others = (states[spec.kind][on_page] for spec in managed.schema.state_lists)
-            grad = Gradient(managed.flat(sums)[part], None, master.dtype)
-            spans.append(Span(managed.flat(newest)[part], grad, master, tuple(others), self._rule(page, managed)))
-        return spans
+    def span(self, managed: ManagedParam, rule: Rule, part: Part = WHOLE) -> Span:
+        """Return the tensors of an update with the sums of a parameter."""
+        master, *states = self._states(managed, part)
+        grad = Gradient(self._elements(managed, BUFFERED_GRAD, part), None, master.dtype)
+        return Span(self._elements(managed, BUFFERED16, part), grad, master, tuple(states), rule, name=managed.name)
 
-    def end_page(self, index: int, first: int) -> None:
+    def spans(self, page: Page, rules: Rules, lists: Mapping[str, torch.Tensor], in_order: bool = False) -> list[Span]:
+        """Return the tensors that the update of a page reads and writes, with all gradients of its sums by now."""
+        pending = self._page(page.index, page.first)
+        rules = {managed: self._rule(pending, managed) for managed in pending.pending}
+        return super().spans(page, rules, lists, in_order)
+
+    def end_page(self, pages: PageSet, pool: StagingPool) -> None:
+        """Start to write back a page set that has been updated, and note it."""
+        super().end_page(pages, pool)
+        self.note_update(pages.index, pages.first)
+
+    def note_update(self, index: int, first: int) -> None:
         """Note that a page has been updated with all gradients in its sums."""
         page = self._page(index, first)
         for managed in page.pending:
@@ -222,9 +223,9 @@ class GradientBuffer:
             for page in pages:
                 page.used = (0, 0)
 
-    def forget(self, failed: Iterable[ManagedParam]) -> None:
+    def give_up(self, rules: Iterable[ManagedParam]) -> None:
         """Drop the gradients of parameters whose update has failed."""
-        for managed in failed:
+        for managed in rules:
             self.renewed.discard(managed)
             for page, _ in self.pages_of(managed):
                 page.pending.pop(managed, None)

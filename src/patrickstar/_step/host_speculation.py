@@ -15,6 +15,7 @@ from patrickstar._params.model_data import ModelData
 from patrickstar._step.failed_update import give_up
 from patrickstar._step.host_updates import HostUpdates
 from patrickstar._step.optimizer_step import OptimizerStep
+from patrickstar._step.update_home import WHOLE, WHOLE_IN_ORDER
 from patrickstar._tiers.chunk import Chunk
 from patrickstar._tiers.host_arena import ArenaBlock
 from patrickstar._tiers.host_tier import HostTier
@@ -172,8 +173,8 @@ class HostSpeculation:
     ) -> bool:
         """Start to update a chunk. Return False without spare memory."""
         step, param16, chunks = self._optimizer_step, inputs[0], self.data.state_chunks(index)
-        in_order = self._host_updates.waits_for_copies
-        spans = [step.span(managed, rule, chunks, in_order=in_order) for managed, rule in rules.items()]
+        part = WHOLE_IN_ORDER if self._host_updates.waits_for_copies else WHOLE
+        spans = [step.home.span(managed, rule, part) for managed, rule in rules.items()]
         downloads = [managed for managed in rules if param16.device.valid and managed.overlays_shard]
         update = _Update(rules, [param16, *chunks], inputs, spans, downloads)
         if not self._spare.provide(update.sizes) and not self._updates:

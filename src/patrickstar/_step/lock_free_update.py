@@ -205,7 +205,7 @@ class LockFreeUpdates:
         else:
             if managed.overlays_shard:
                 self.data.restore_own(managed)
-            self.buffer.begin(managed)
+            self.buffer.fill(managed)
         self.data.end_update([managed])
         managed.state.begin_late()
 
@@ -262,7 +262,7 @@ class LockFreeUpdates:
     def _submit(self, index: int, pages: Sequence[BufferedPage]) -> None:
         assert self._disk_step is not None, "without a disk all chunks are in memory"
         ranges = [(page.first, page.numel) for page in pages]
-        self._disk_step.submit_buffered(index, self.buffer.rules(pages), ranges, self.buffer)
+        self._disk_step.submit(index, self.buffer.rules(pages), (), self.buffer, ranges)
 
     @defer_sigint
     def _end_on_host(self, index: int) -> None:
@@ -275,7 +275,7 @@ class LockFreeUpdates:
             self._give_up(self.buffer.rules(update.pages), error)
             raise
         for page in update.pages:
-            self.buffer.end_page(index, page.first)
+            self.buffer.note_update(index, page.first)
 
     @defer_sigint
     def _end_or_withdraw(self, index: int, step: int) -> None:
@@ -393,5 +393,5 @@ class LockFreeUpdates:
     def _give_up(self, failed: Collection[ManagedParam], error: BaseException) -> None:
         """Drop the gradients of parameters whose update has failed."""
         if failed:
-            self.buffer.forget(failed)
+            self.buffer.give_up(failed)
             give_up(self.data, failed, error)

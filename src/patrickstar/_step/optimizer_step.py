@@ -9,13 +9,12 @@ from patrickstar._hardware.defer_sigint import defer_sigint
 from patrickstar._hardware.profiler_range import profiler_range
 from patrickstar._hardware.transfer import Transfer
 from patrickstar._kernels.dispatch import Kernels
-from patrickstar._kernels.update_rule import Rule, Span
+from patrickstar._kernels.update_rule import Rule
 from patrickstar._params.managed_param import ManagedParam, profiled_names
 from patrickstar._params.model_data import ModelData
 from patrickstar._schedule.placement import Tier
 from patrickstar._step.delayed_update import DelayedUpdates
 from patrickstar._step.disk_optimizer_step import DiskOptimizerStep
-from patrickstar._step.disk_update import count_update_transfers
 from patrickstar._step.failed_update import give_up
 from patrickstar._step.group_update import GroupUpdate
 from patrickstar._step.host_updates import HostUpdates
@@ -23,6 +22,7 @@ from patrickstar._step.lock_free_update import LockFreeUpdates
 from patrickstar._step.running_updates import RunningUpdates
 from patrickstar._step.staging_pool import StagingPool, StagingSize
 from patrickstar._step.streamed_update import StreamedUpdates
+from patrickstar._step.update_home import WHOLE, WHOLE_IN_ORDER, InPlace
 from patrickstar._step.update_rules import GroupOf, UpdateRules
 from patrickstar._step.update_tiers import UpdateTiers
 from patrickstar._tiers.chunk import Chunk
@@ -54,6 +54,7 @@ class OptimizerStep:
                 by_pages = all(rule.by_pages for rule in optimizer.default_rules())
                 streamed = StreamedUpdates(kernels, accelerator, manager.host_tier, buffer_bytes, by_pages)
             self.host_updates = HostUpdates(kernels, streamed)
+        self.home = InPlace(data)
         self.running = RunningUpdates()
         """Updates in progress, except those from disk."""
         self.tiers = UpdateTiers(data, self._waits_for_copies)
@@ -253,7 +254,7 @@ class OptimizerStep:
         chunks = self.data.state_chunks(index)
         if not chunks[0].in_memory:
             assert self.disk_step is not None, "without a disk all chunks are in memory"
-            self.disk_step.submit(index, rules, scales)
+            self.disk_step.submit(index, rules, scales, self.home)
             return
         used = [managed_params[0].shard_chunk, *chunks, *self.data.gradient_sums(index)]
         self.rules.make_room(self.data, rules, used, on_device=chunks[0].device.valid)
@@ -266,8 +267,7 @@ class OptimizerStep:
             raise
         for chunk in (managed_params[0].shard_chunk, *chunks):
             self.data.manager.mark_written(chunk, on_device=chunk.device.valid)
-        for managed in rules:
-            managed.begin_update()
+        self.home.begin(rules)
         if running is None:
             self.data.end_update(rules)
         else:
@@ -360,21 +360,18 @@ class OptimizerStep:
         manager, on_host = self.data.manager, not chunks[0].device.valid
         updates, shard_chunk = self.host_updates if on_host else None, next(iter(rules)).shard_chunk
         in_order = on_host and self._waits_for_copies
+        part = WHOLE_IN_ORDER if in_order else WHOLE
         if not in_order:
             manager.transfers.settle(shard_chunk)
-        spans = [self.span(managed, rule, chunks, in_order=in_order) for managed, rule in rules.items()]
+        spans = [self.home.span(managed, rule, part) for managed, rule in rules.items()]
         if renewed is not None:
             on_host_copy = [renewed.flat_on_host(each.location.offset, each.location.numel) for each in rules]
             spans = [replace(span, param=param) for span, param in zip(spans, on_host_copy, strict=True)]
         if shard_chunk.device.valid and on_host:
             for managed in rules:
-                managed.chunk.transferred_bytes += count_update_transfers(
-                    manager,
-                    managed,
-                    managed.location.numel,
-                    upload=renewed is None,
-                    by_kernel=self.host_updates is not None,
-                )
+                numel, by_kernel = managed.location.numel, self.host_updates is not None
+                copied = self.home.count_transfers(managed, numel, upload=renewed is None, by_kernel=by_kernel)
+                managed.chunk.transferred_bytes += copied
         used = [shard_chunk, *chunks, *self.data.gradient_sums(shard_chunk.index)]
         if updates is not None:
             running = updates.start(spans, scales, used, urgent)
@@ -383,13 +380,3 @@ class OptimizerStep:
             return running, used
         self.kernels.update(spans, scales)
         return None, used
-
-    def span(self, managed: ManagedParam, rule: Rule, chunks: Sequence[Chunk], *, in_order: bool = False) -> Span:
-        """Return the tensors that the update of one parameter reads and writes, on their current tiers.
-
-        `in_order`: the caller waits for the gradients of a chunk that is on its way to the host.
-        """
-        master, *states = [managed.flat(chunk, in_order=in_order) for chunk in chunks]
-        param = managed.flat(managed.shard_chunk, in_order=in_order)
-        grad = self.data.gradient(managed, in_order=in_order)
-        return Span(param, grad, master, tuple(states), rule, name=managed.name)

@@ -27,7 +27,7 @@ class PagesInMemory:
             self._run(span)
         self.mark_written(index)
         for page in pages:
-            self.buffer.end_page(index, page.first)
+            self.buffer.note_update(index, page.first)
 
     def _run(self, span: Span) -> None:
         """Run one update on the tier of its states."""
@@ -47,7 +47,7 @@ class PagesInMemory:
         spans = []
         for page in pages:
             states = {chunk.kind: chunk.flat(page.first, page.numel) for chunk in chunks}
-            spans += self.buffer.spans(index, page.first, states)
+            spans += self.buffer.spans(page, {}, states)
         return spans
 
     def mark_written(self, index: int) -> None:

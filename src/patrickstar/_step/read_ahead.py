@@ -62,7 +62,7 @@ class ReadAhead:
             pages = self.staging_pool.start_read(update.lists, first, numel)
         if pages is None:
             return False
-        if update.speculative and not self.staging_pool.take_param_buffer(pages):
+        if update.home.speculative and not self.staging_pool.take_param_buffer(pages):
             if not speculative:
                 return False
             self.staging_pool.drop(speculative.pop())
@@ -72,8 +72,8 @@ class ReadAhead:
 
     def _read_expected(self, updates: Sequence[DiskUpdate]) -> None:
         """Start to read pages of expected updates."""
-        pending = {update.index for update in updates if not update.speculative}
-        speculative = {update.index for update in updates if update.speculative}
+        pending = {update.index for update in updates if not update.home.speculative}
+        speculative = {update.index for update in updates if update.home.speculative}
         known = {(pages.index, pages.first) for pages in self.staging_pool.live}
         for index, expected in self.expected.items():
             if index in pending:

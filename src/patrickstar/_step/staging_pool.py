@@ -137,19 +137,15 @@ class StagingPool:
             chunk.disk.reads = [*(transfer for transfer in chunk.disk.reads if not transfer.done), read]
             pages.reads.append(read)
 
-    def views(self, pages: PageSet) -> list[torch.Tensor]:
-        """Return the pages as tensors, in the order of the lists."""
-        buffers = zip(pages.lists, pages.buffers, strict=True)
-        return [self._view(number, pages.numel, chunk.dtype) for chunk, number in buffers]
-
-    def param_view(self, pages: PageSet, dtype: torch.dtype) -> torch.Tensor:
-        """Return the buffer of new parameters as a tensor."""
-        assert pages.param_buffer is not None, "a page set without new parameters"
-        return self._view(pages.param_buffer, pages.numel, dtype)
-
-    def _view(self, number: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the first elements of a buffer."""
-        return self._part(number, numel, dtype).view(dtype)
+    def views(self, pages: PageSet) -> dict[str, torch.Tensor]:
+        """Return the pages as tensors, by list; with the buffer of new parameters, if there is one."""
+        buffers = dict(zip(pages.lists, pages.buffers, strict=True))
+        if pages.param_buffer is not None:
+            buffers[pages.owner.param16] = pages.param_buffer
+        return {
+            chunk.kind: self._part(number, pages.numel, chunk.dtype).view(chunk.dtype)
+            for chunk, number in buffers.items()
+        }
 
     def _part(self, number: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the bytes of the first elements of a buffer."""
