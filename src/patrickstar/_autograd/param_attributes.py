@@ -1,11 +1,11 @@
 """`grad` and `data` of managed parameters, as users read and assign them."""
 
 from collections.abc import Hashable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from patrickstar._autograd.engine_closer import EngineCloser
 from patrickstar._autograd.engine_lock import EngineLock
 from patrickstar._distributed.param_sharding import local_part
 from patrickstar._params.lazy_tensor import LazyTensor
@@ -17,19 +17,10 @@ from patrickstar._step.optimizer_in_backward import OptimizerInBackward
 from patrickstar.errors import ModelError, TrainingError
 
 
-class Closer(Protocol):
-    """Locks the engine, and closes it after a loss of data."""
-
-    lock: EngineLock
-
-    def close_on_data_loss(self) -> AbstractContextManager[None]:
-        """Free everything and close the engine if a failed disk or thread has lost bytes of chunks."""
-
-
 class GradientElements:
     """Elements of a parameter's gradient; see `Elements`."""
 
-    def __init__(self, managed: ManagedParam, gradients: Gradients, dtype: torch.dtype, closer: Closer) -> None:
+    def __init__(self, managed: ManagedParam, gradients: Gradients, dtype: torch.dtype, closer: EngineCloser) -> None:
         self.managed, self.dtype = managed, dtype
         self._gradients, self._closer = gradients, closer
 
@@ -66,7 +57,7 @@ class GradientAttribute:
     def __init__(self, gradients: Gradients, optimizer_in_backward: OptimizerInBackward) -> None:
         self.gradients, self.optimizer_in_backward = gradients, optimizer_in_backward
 
-    def read(self, managed: ManagedParam, closer: Closer) -> torch.Tensor | None:
+    def read(self, managed: ManagedParam, closer: EngineCloser) -> torch.Tensor | None:
         """Return the gradient, None without one. With several processes all must call this.
 
         Raises:
