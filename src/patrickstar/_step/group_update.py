@@ -8,13 +8,13 @@ from patrickstar._hardware.defer_sigint import defer_sigint
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.rounding import canonical_nan_
 from patrickstar._kernels.torch_optim_group import GroupOptimizer, Member, tensor_bytes
-from patrickstar._kernels.update_rule import Gradient, Span
-from patrickstar._layout.schema import GRAD32
+from patrickstar._kernels.update_rule import Span
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
 from patrickstar._params.tensor_subclass import managed_param_of
 from patrickstar._schedule.placement import Tier
 from patrickstar._step.failed_update import give_up
+from patrickstar._step.update_home import GradientList
 from patrickstar._step.update_rules import UpdateRules
 from patrickstar._tiers.chunk import Chunk
 from patrickstar.optim import Optimizer
@@ -101,7 +101,8 @@ class GroupUpdate:
     ) -> None:
         for managed in updated:
             self._data.scale_gradient(managed, scales)
-        spans = {managed: self._span(managed) for managed in trained}
+        home, rule = GradientList(self._data), self._rules.rule
+        spans = {managed: home.span(managed, rule(managed, {}, managed.steps + 1)) for managed in trained}
         members: dict[ManagedParam, Member] = {}
 
         def update() -> None:
@@ -123,14 +124,6 @@ class GroupUpdate:
         for managed in trained:
             if managed in members and members[managed].has_state:
                 managed.steps = max(managed.steps, 1)
-
-    def _span(self, managed: ManagedParam) -> Span:
-        """Return the flat tensors of a parameter."""
-        index = managed.location.chunk
-        master, *states = (managed.flat(chunk) for chunk in self._data.state_chunks(index))
-        grad = managed.flat(self._data.manager[GRAD32, index]) if managed.has_gradient else master
-        rule = self._rules.rule(managed, {}, managed.steps + 1)
-        return Span(master, Gradient(grad), master, tuple(states), rule, name=managed.name)
 
     @staticmethod
     def _member(managed: ManagedParam, spans: Mapping[ManagedParam, Span]) -> Member:

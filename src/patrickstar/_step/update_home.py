@@ -17,7 +17,8 @@ from patrickstar._tiers.chunk import Chunk
 # What an update computes depends neither on its time nor on the tier that it runs on. Its home says which memory it
 # uses beside masters and states: gradients in place of the parameters, which the new ones overwrite (`InPlace`), or
 # stay beside results in spare pages until the step decides (`SparePages`); lists that operators do not read, so that an
-# update may run beside them (`DelayedList`, `GradientBuffer`). Whoever runs an update asks its home for the tensors.
+# update may run beside them (`DelayedList`, `GradientBuffer`); the gradient list alone (`GradientList`). Whoever runs
+# an update asks its home for the tensors.
 
 Rules = Mapping[ManagedParam, Rule]
 
@@ -38,14 +39,12 @@ class Page:
 
 
 class Part(NamedTuple):
-    """Elements of one parameter that an update takes."""
+    """Elements of one parameter that an update takes, all by default; `in_order`: see `Chunk.flat`."""
 
     elements: slice | None = None
-    """None: all."""
     views: Mapping[str, torch.Tensor] = {}
-    """The elements of the lists that are on a page; the other lists are in memory."""
+    """These elements of the lists that are on a page; other lists are in memory."""
     in_order: bool = False
-    """See `Chunk.flat`."""
 
 
 WHOLE, WHOLE_IN_ORDER = Part(), Part(in_order=True)
@@ -64,7 +63,7 @@ class Home:
 
     @property
     def is_current(self) -> bool:
-        """True if the gradients are what they were when the update was started."""
+        """True if the gradients have not changed since the update was started."""
         return True
 
     def lists(self, index: int) -> list[Chunk]:
@@ -106,12 +105,10 @@ class Home:
     def give_up(self, rules: Rules) -> None:
         """Forget an update of these parameters, which has failed."""
 
-    def _states(self, managed: ManagedParam, part: Part) -> tuple[torch.Tensor, ...]:
-        """Return the elements of the master and of the states."""
-        return tuple([self._elements(managed, spec.kind, part) for spec in managed.schema.state_lists])
+    def _states(self, managed: ManagedParam, part: Part) -> list[torch.Tensor]:
+        return [self._elements(managed, spec.kind, part) for spec in managed.schema.state_lists]
 
     def _elements(self, managed: ManagedParam, kind: str, part: Part) -> torch.Tensor:
-        """Return the elements of one list."""
         if kind in part.views:
             return part.views[kind]
         chunk = managed.shard_chunk if kind == PARAM16 else self.data.manager[kind, managed.location.chunk]
@@ -123,7 +120,7 @@ class InPlace(Home):
     """The place of the parameters: gradients are there, and the new parameters overwrite them."""
 
     def chunks(self, index: int, lists: Collection[Chunk]) -> list[Chunk]:
-        """Return the chunk of the parameters, and sums of gradients in memory."""
+        """Return the chunk of the parameters, and the sums of gradients."""
         return [self.data.by_chunk[index][0].shard_chunk, *super().chunks(index, lists)]
 
     def begin(self, rules: Rules) -> None:
@@ -223,3 +220,13 @@ class DelayedList(Home):
         """Do not count the update."""
         for managed in rules:
             managed.steps -= 1
+
+
+class GradientList(Home):
+    """The gradient list, of updates of all parameters together; the parameters are rounded after them."""
+
+    def span(self, managed: ManagedParam, rule: Rule, part: Part = WHOLE) -> Span:
+        """Return the tensors of an update of masters and states."""
+        master, *states = self._states(managed, part)
+        grad = self._elements(managed, GRAD32, part) if managed.has_gradient else master
+        return Span(master, Gradient(grad), master, tuple(states), rule, name=managed.name)
