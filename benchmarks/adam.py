@@ -171,7 +171,6 @@ def publish_average(numel: int, rounds: int) -> None:
     times = alternating({name: lambda span=span: kernels.update([span], ()) for name, span in spans.items()}, rounds)
     publish(
         "average",
-        "cpu",
         f"AdamW update of {numel:,} parameters with and without a moving average, {torch.get_num_threads()} threads, "
         f"median of {rounds} rounds. The limit is the ratio of the bytes moved.",
         [
@@ -197,7 +196,6 @@ def main() -> None:
     kernel = CppBackend.find()
     publish(
         "adam",
-        "cpu",
         f"One AdamW update, {kernel.name if kernel else ''}: read the bf16 gradient, read and write fp32 master and "
         f"moments, write the bf16 parameter: {BYTES_PER_PARAM} bytes per parameter, the physical minimum. A copy "
         f"counts 2 bytes per byte copied. With write allocation, where the CPU first reads the memory it overwrites, 3 "
@@ -212,7 +210,6 @@ def main() -> None:
     )
     publish(
         "grad_stats",
-        "cpu",
         "Gradient statistics: one pass over bf16 gradients for their norm (squares summed in fp64, in a fixed order) "
         "and for non-finite values, which reads 2 bytes per parameter. The physical limit is the read bandwidth, "
         "measured in the same process. Goal: share at least 0.9.",

@@ -41,9 +41,24 @@ def draws(count: int, seed: int) -> list[dict]:
     ]
 
 
-def build(draw: dict) -> torch.nn.Module:
+def with_adapters(config: LlamaConfig, precision: str, rank: int, quantized: bool) -> torch.nn.Module:
+    """Return a Llama as a user builds it: with peft, and loaded in 4 bits by transformers if it is quantized."""
     torch.manual_seed(0)
-    hidden, dtype = draw["hidden"], DTYPES[draw["precision"]]
+    dtype = DTYPES[precision]
+    base = LlamaForCausalLM(config).to(dtype)
+    if quantized:
+        with tempfile.TemporaryDirectory() as folder:
+            base.save_pretrained(folder)
+            in_4bit = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+            base = LlamaForCausalLM.from_pretrained(
+                folder, dtype=dtype, quantization_config=in_4bit, device_map={"": "cpu"}
+            )
+    adapters = peft.LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    return peft.get_peft_model(base, adapters).train()
+
+
+def build(draw: dict) -> torch.nn.Module:
+    hidden = draw["hidden"]
     config = LlamaConfig(
         vocab_size=draw["vocab"],
         hidden_size=hidden,
@@ -53,28 +68,23 @@ def build(draw: dict) -> torch.nn.Module:
         num_key_value_heads=hidden // 128,
         use_cache=False,
     )
-    base = LlamaForCausalLM(config).to(dtype)
-    if draw["quantized"]:
-        with tempfile.TemporaryDirectory() as folder:
-            base.save_pretrained(folder)
-            in_4bit = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
-            base = LlamaForCausalLM.from_pretrained(
-                folder, dtype=dtype, quantization_config=in_4bit, device_map={"": "cpu"}
-            )
-    adapters = peft.LoraConfig(r=draw["rank"], target_modules="all-linear", task_type="CAUSAL_LM")
-    return peft.get_peft_model(base, adapters).train()
+    return with_adapters(config, draw["precision"], draw["rank"], draw["quantized"])
 
 
-def batch_of(draw: dict) -> dict:
-    ids = torch.arange(draw["batch"] * draw["sequence"]).view(draw["batch"], draw["sequence"]) % draw["vocab"]
+def sample(batch: int, sequence: int, vocabulary: int) -> dict[str, torch.Tensor]:
+    ids = torch.arange(batch * sequence).view(batch, sequence) % vocabulary
     return {"input_ids": ids, "labels": ids.clone()}
+
+
+def batch_of(draw: dict) -> dict[str, torch.Tensor]:
+    return sample(draw["batch"], draw["sequence"], draw["vocab"])
 
 
 def predict(draw: dict) -> dict:
     torch.set_num_threads(draw["threads"])
     machine = profile_machine(torch.device("cpu"))
     # What is free differs between the processes, and each step fits by far.
-    machine = replace_memory(machine, 1 << 31)
+    machine = machine.model_copy(update={"host": machine.host.model_copy(update={"memory": 1 << 31})})
     plan = ps.plan(
         build(draw),
         machine=machine,
@@ -90,10 +100,6 @@ def predict(draw: dict) -> dict:
         "budgets": (report.device_budget_bytes, report.host_budget_bytes),
         **{name: getattr(report.stats, name) for name in BYTES},
     }
-
-
-def replace_memory(machine, nbytes: int):
-    return machine.model_copy(update={"host": machine.host.model_copy(update={"memory": nbytes})})
 
 
 def train(draw: dict) -> dict:
@@ -147,7 +153,6 @@ def main() -> None:
         print(list(rows[-1].values()), flush=True)
     publish(
         "adapter_plans",
-        "cpu",
         f"Plan / run of LoRA and QLoRA: {len(rows)} random Llamas in {given.precision}, threads: {given.threads} (seed "
         f"{given.seed}). Absolute error of the step time: {100 * median(map(abs, errors)):.1f} % in the median, "
         f"{100 * max(map(abs, errors)):.1f} % at most (limit 15 %). Bytes of model data, peaks and transfers differ in "

@@ -147,7 +147,6 @@ def main() -> None:
     ]
     publish(
         "checkpoints",
-        "cpu",
         f"Checkpoints of {given.model} ({engine.layout.numel / 1e6:.0f}M parameters) on "
         f"{file_system(given.directory)}, batch {given.batch} of {given.sequence} tokens, medians of {given.rounds} "
         f"pairs",

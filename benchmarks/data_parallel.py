@@ -8,17 +8,15 @@ is that of the runs with a budget of two groups.
 """
 
 import argparse
-import json
 import os
 import socket
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -34,6 +32,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import patrickstar as ps
 from patrickstar._distributed.process_group import World
 from patrickstar._engine.param_init import make_layout, param_specs
+from patrickstar._layout.byte_size import parse_size
 from patrickstar._layout.shard_group import ShardGroup
 from patrickstar._tiers.chunk import Chunk
 from patrickstar._tiers.device_tier import DeviceTier
@@ -65,7 +64,7 @@ def engine_of(given: argparse.Namespace, tight: bool) -> ps.Engine:
     config = ps.Config(device="cpu", precision="bf16", optimizer=ps.AdamW(lr=1e-4))
     if not tight:
         return ps.Engine(build, config, world=world)
-    config = ps.Config(device="cpu", precision="bf16", optimizer=ps.AdamW(lr=1e-4), chunk_size=given.chunk_size)
+    config = config.model_copy(update={"chunk_size": parse_size(given.chunk_size)})
     model = build()
     specs = param_specs(model, model, config)
     if world.size > 1:
@@ -129,9 +128,9 @@ def pair_cells(pairs: list[tuple[Timed, Timed]], numel: int) -> dict[str, str]:
     return row | {f"{name} bytes": f"{median(step[1] for step in steps) / numel:.3f}" for name, steps in sides.items()}
 
 
-def worker(given: argparse.Namespace) -> dict[str, Any]:
+def worker(given: argparse.Namespace, size: int, rank: int) -> dict[str, Any]:
     """Train in this process; return the measurements."""
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     if size > 1:
         dist.init_process_group("gloo")
     ids = tokens(given.model, given.batch, given.sequence, seed=rank)
@@ -163,25 +162,16 @@ def worker(given: argparse.Namespace) -> dict[str, Any]:
     return results
 
 
-def launch(size: int) -> list[dict[str, Any]]:
-    """Run this script's workers in `size` processes, and return what each has printed as JSON in its last line."""
+def launch(given: argparse.Namespace, size: int) -> list[dict[str, Any]]:
+    """Return the measurements of `size` processes, which share the processors."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    threads = str(max(1, len(os.sched_getaffinity(0)) // size))
-    command, processes = [sys.executable, __file__, "--worker", *sys.argv[1:]], []
-    for rank in range(size):
-        env = {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        env |= {"OMP_NUM_THREADS": threads, "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
-        out = tempfile.TemporaryFile("w+")  # noqa: SIM115 (read after the processes have ended)
-        processes.append((subprocess.Popen(command, env=os.environ | env, stdout=out), out))
-    results = []
-    for process, out in processes:
-        if process.wait():
-            raise SystemExit(f"a process failed with exit code {process.returncode}")
-        out.seek(0)
-        results.append(json.loads(out.read().splitlines()[-1]))
-    return results
+    threads = max(1, len(os.sched_getaffinity(0)) // size)
+    os.environ |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "OMP_NUM_THREADS": str(threads)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with ProcessPoolExecutor(size, mp_context=get_context("spawn")) as pool:
+        return list(pool.map(partial(worker, given, size), range(size)))
 
 
 def memory_row(size: int, budget: str, rows: list[dict[str, Any]]) -> dict[str, str]:
@@ -216,22 +206,11 @@ def wire_row(size: int, budget: str, rows: list[dict[str, Any]]) -> dict[str, st
 
 
 def main() -> None:
-    given = options(
-        __doc__,
-        model="gpt-40m",
-        batch=1,
-        sequence=512,
-        rounds=11,
-        processes=[1, 2, 4],
-        chunk_size="2200KiB",
-        worker=False,
-    )
-    if given.worker:
-        print(json.dumps(worker(given)))
-        return
+    shapes = {"model": "gpt-40m", "batch": 1, "sequence": 512}
+    given = options(__doc__, **shapes, rounds=11, processes=[1, 2, 4], chunk_size="2200KiB")
     memory, wire, seconds = [], [], []
     for size in given.processes:
-        results = launch(size)
+        results = launch(given, size)
         for budget in BUDGETS:
             rows = [result[budget] for result in results]
             memory.append(memory_row(size, budget, rows))
@@ -243,7 +222,6 @@ def main() -> None:
     shape = f"{given.model}, bf16, {given.batch} x {given.sequence} tokens per process and step, gloo"
     publish(
         "data_parallel_memory",
-        "cpu",
         f"{shape}. Bytes of model data per process, for M parameters on p processes: the shard of a process, and the "
         f"peak on its host and device together, relative to the limit of 14 M/p + two groups + padding. With the whole "
         f"machine as budget, groups stay gathered and optimizer states may be placed on the device.",
@@ -252,7 +230,6 @@ def main() -> None:
     if wire:
         publish(
             "data_parallel_wire",
-            "cpu",
             f"{shape}. Bytes that a process sends per step. The limit without padding is 6 (p-1)/p M if nothing stays "
             f"gathered (two all-gathers and a reduce-scatter in 16 bit) and 4 (p-1)/p M if everything stays gathered "
             f"from forward to backward. Broadcast-based schemes send 10 (p-1)/p M. The embedding is tied to the head, "
@@ -262,7 +239,6 @@ def main() -> None:
     if seconds:
         publish(
             "data_parallel_time",
-            "cpu",
             f"{shape}. Seconds per step if everything fits, alternating with FSDP2 (`fully_shard`) in the same "
             f"processes. Bytes are those of the loopback device, divided by (p-1)/p M.",
             seconds,

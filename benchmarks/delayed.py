@@ -50,7 +50,6 @@ def update_s(report: DryRunReport) -> float:
 def main() -> None:
     publish(
         "delayed",
-        "cpu",
         f"Dry runs on one GPU of {MACHINE}, activation checkpointing, gradients clipped: the step without any overlap "
         f"of compute and update (their sum), the exact step with updates beside the next forward alone, the exact step "
         f"as it is (also beside backward), and the step with delayed updates. Its bound is the longer one of compute "

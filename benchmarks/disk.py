@@ -121,7 +121,6 @@ def main() -> None:
     rows = [row for threads in given.threads for row in measure(work, threads, given.rounds)]
     publish(
         "disk",
-        "cpu",
         f"Swap file of the disk tier on {file_system(given.directory)}: {nbytes / 1024**3:.2f} GiB in chunks of 64 "
         f"MiB, pages of {PAGE_BYTES // 1024**2} MiB, direct I/O, medians of {given.rounds} interleaved rounds. Bare: "
         f"`preadv` and `pwritev` in a loop, in the same number of threads. Unchecked: ours with `checksums=False`. "

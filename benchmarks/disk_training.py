@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from fresh_processes import apart, resident_peak_bytes
 from report import options, publish
-from steps import train_step
-from transformers import GPT2Config, GPT2LMHeadModel
+from steps import NO_DROPOUT, gpt, train_step
 
 import patrickstar as ps
 from patrickstar._dry_run.machine_profile import measure_disk
@@ -37,22 +36,15 @@ QUARTER_DEVICE, QUARTER_HOST = "375MiB", "150MiB"
 """Memory for a quarter of the model data, plus activations."""
 
 
-def shape(name: str) -> GPT2Config:
-    layers, width, heads, words = {
-        "89m": (12, 768, 12, 4096),
-        "124m": (12, 768, 12, 50257),
-        "355m": (24, 1024, 16, 50257),
-        "2b": (24, 2560, 32, 50257),
-    }[name]
-    return GPT2Config(n_layer=layers, n_embd=width, n_head=heads, vocab_size=words, use_cache=False)
-
-
-def build(name: str, checkpointing: bool, device: str = "meta") -> GPT2LMHeadModel:
-    with torch.device(device):
-        model = GPT2LMHeadModel(shape(name)).train()
-    if checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return model
+SHAPES: dict[str, dict[str, int]] = {
+    "89m": {"vocab_size": 4096},
+    "124m": {},
+    "355m": {"n_layer": 24, "n_embd": 1024, "n_head": 16},
+    "2b": {"n_layer": 24, "n_embd": 2560, "n_head": 32},
+}
+"""What differs from GPT-2 124M."""
+DEFAULTS = dict.fromkeys(NO_DROPOUT, 0.1) | {"activation_function": "gelu_new"}
+"""Those of transformers."""
 
 
 def value_of(model: torch.nn.Module, name: str) -> torch.Tensor:
@@ -79,8 +71,10 @@ def run(
     """Train in this process and return the measurements. `side`: "plain", "memory", "disk", "ahead" or "demand"."""
     libraries = resident_peak_bytes()
     torch.manual_seed(0)
-    ids = torch.randint(0, shape(model).vocab_size, (batch, SEQUENCE), generator=torch.Generator().manual_seed(0))
-    built = build(model, checkpointing, "cpu" if side == "plain" else "meta")
+    with torch.device("cpu" if side == "plain" else "meta"):
+        built = gpt("gpt2-124m", checkpointing, **DEFAULTS, **SHAPES[model])
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, built.config.vocab_size, (batch, SEQUENCE), generator=generator)
     if side == "plain":
         with torch.no_grad():
             for name, param in built.named_parameters():
@@ -163,7 +157,6 @@ def against_plain(given: argparse.Namespace, *, case: str, model: str, device: s
         )
     publish(
         f"disk_training_{case}",
-        "cpu",
         f"GPT-2 {model.upper()}, vocabulary 50,257, 2 x {SEQUENCE} tokens, bf16, device budget {device}, host budget "
         f"{HOST_MEMORY}, the rest on disk. Plain: a PyTorch loop with fp32 masters and its fused AdamW, without "
         f"clipping. Medians of steps 4 to {PLAIN_STEPS}, then of {given.rounds} rounds; a round runs all sides.",
@@ -188,7 +181,6 @@ def bound(given: argparse.Namespace) -> None:
         rows.append(row | {"stall per step": f"{steady(disk, 'stall'):.2f} s"})
     publish(
         "disk_training_bound",
-        "cpu",
         f"GPT-2 124M, 8 x {SEQUENCE} tokens, checkpointing, bf16, device budget {BOUND_DEVICE}: step with all "
         f"optimizer states on disk, compared with the same engine and budget with the states in RAM (compute), and "
         f"with the read and write times at the measured disk rates. One row per round; medians of steps 4 to 6.",
@@ -217,7 +209,6 @@ def ahead(given: argparse.Namespace) -> None:
         )
     publish(
         "disk_training_ahead",
-        "cpu",
         f"GPT-2 with 12 layers, vocabulary 4,096 (89M), 4 x {SEQUENCE} tokens, checkpointing, bf16, device "
         f"{QUARTER_DEVICE}, host {QUARTER_HOST}: on-demand fetches (off) against prefetch by next use and "
         f"read-ahead of optimizer pages (on). One row per round; medians of steps 4 to 7.",
@@ -244,7 +235,6 @@ def large(given: argparse.Namespace) -> None:
     }
     publish(
         "disk_training_large",
-        "cpu",
         f"A GPT of 24 layers x 2560, vocabulary 50,257, 1 x {SEQUENCE} tokens, checkpointing, bf16; device budget 3 "
         f"GiB, host budget 4 GiB, the rest on disk.",
         [row],

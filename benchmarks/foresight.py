@@ -184,7 +184,6 @@ def main() -> None:
     }
     publish(
         "foresight",
-        "cpu",
         f"Prediction of a dry run / measurement of a run: {len(rows)} random GPTs, {given.precision}, host budget 8 "
         f"GiB (seeds {', '.join(map(str, given.seeds))}). Absolute error of the step time: {100 * median(errors):.1f} "
         f"% in the median (limit 10 %), {100 * max(errors):.1f} % at most (limit 25 %). Errors of the peaks: device "

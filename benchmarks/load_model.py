@@ -109,7 +109,6 @@ def main() -> None:
         )
     publish(
         "load_model",
-        "cpu",
         f"{given.model} in bf16, a safetensors folder of {format_size(sum(sizes))} with a largest tensor of "
         f"{format_size(max(sizes))}, loaded into chunks in RAM and saved in bf16. Peak RSS excludes the usage of the "
         f"libraries; its limit is chunks + the largest tensor + 300 MB. The folder may be in the page cache.",

@@ -249,10 +249,10 @@ def compare(given: argparse.Namespace, name: str, label: str, extras: str, run: 
     }
     publish(
         name,
-        given.device,
         f"bf16, {given.batch} x {given.sequence} tokens per step, everything fits, {extras}. Limit: a step of {label} "
         f"takes at most 1.03 times a step of the engine's own loop. The losses of both are bit-identical.",
         [row | ratio_cells(library, own)],
+        device=given.device,
     )
 
 

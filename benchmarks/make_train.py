@@ -136,11 +136,11 @@ def main() -> None:
         }
     report.publish(
         "make_train",
-        device,
         f"The command of `make train` ({options.model}, {options.batch} x {options.sequence} tokens per step) against "
         f"plain PyTorch in fp32 with its fused AdamW, which has all memory; steps alternate. CPU capability "
         f"{torch.backends.cpu.get_cpu_capability()}. Goal: at least 0.75.",
         [row],
+        device=device,
     )
 
 

@@ -88,7 +88,6 @@ def main() -> None:
     plain = SimpleNamespace(step=steps["plain PyTorch"], forward=forwards["plain PyTorch"])
     publish(
         "overhead",
-        "cpu",
         f"Processor time of a step and of an evaluation without gradients; a Llama of {given.layers} layers, width "
         f"{given.width}, {parameters} parameters, {SEQUENCE} tokens, fp32, one thread; medians of {given.rounds} "
         f"alternating rounds. Limits: 1.3 times plain PyTorch and 65 us per parameter if everything is resident, "

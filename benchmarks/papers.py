@@ -237,7 +237,7 @@ def main() -> None:
     rows = [*largest_rows(), *shown(throughput_row(*case) for case in product(THROUGHPUTS, LENGTHS))]
     rows += [v100_row(), delayed_row()]
     columns = ["figure", "machine", "batch per GPU", "published", "TFLOPS per GPU"]
-    publish("papers", "cpu", intro(), rows, [*columns, "estimate", "error", "dry run", "error"])
+    publish("papers", intro(), rows, [*columns, "estimate", "error", "dry run", "error"])
 
 
 if __name__ == "__main__":

@@ -65,7 +65,6 @@ def main() -> None:
         rows = shown(row(*case, clipped, directory) for case, clipped in product(CASES, (True, False)))
     publish(
         "plans",
-        "cpu",
         "Dry runs of large GPTs on machine specs, one GPU, activation checkpointing, with gradients clipped or with "
         "update=True. Bytes per step: dry run / minimum of any plan, by a linear program. The bound is the time of the "
         "busiest resource; the estimate assumes full overlap; the dry run is this engine.",

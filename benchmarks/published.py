@@ -19,7 +19,7 @@ from report import publish_text, table
 from patrickstar._perf_model.gpt_costs import Gpt
 from patrickstar._perf_model.machine_spec import Machine, find_machine
 from patrickstar._perf_model.mesh import Mesh
-from patrickstar._perf_model.perf_model import best_estimate
+from patrickstar._perf_model.perf_model import Estimate, best_estimate
 from patrickstar._perf_model.workload import gpt_workload
 from patrickstar.errors import BudgetError
 
@@ -51,8 +51,8 @@ CONSTANTS = (
 )
 """Rates in the machine specs; the fitted ones first."""
 
-Fits = Callable[[Gpt, Machine, int], bool]
-"""Return whether a policy can train a model on a number of GPUs of a machine."""
+Policy = Callable[[Gpt, Machine, int], object]
+"""Estimates a step of a model on a number of GPUs of a machine, or raises `BudgetError`."""
 
 
 @dataclass(frozen=True)
@@ -87,13 +87,11 @@ HELD_OUT_RUNS = (
 def points() -> list[Point]:
     """Return the published figures."""
     lines = [line for line in REFERENCE.read_text().splitlines() if not line.startswith("#")]
-    return [
-        Point(row["model"], gpt_of(row), int(row["gpus"]), float(row["tflops_total"])) for row in csv.DictReader(lines)
-    ]
-
-
-def gpt_of(row: dict[str, str]) -> Gpt:
-    return Gpt(int(row["layers"]), int(row["hidden"]), 16, VOCAB, head=False)
+    found = []
+    for row in csv.DictReader(lines):
+        gpt = Gpt(int(row["layers"]), int(row["hidden"]), 16, VOCAB, head=False)
+        found.append(Point(row["model"], gpt, int(row["gpus"]), float(row["tflops_total"])))
+    return found
 
 
 def errors_of(machine: Machine) -> list[float]:
@@ -159,17 +157,18 @@ def held_out_table() -> str:
     return table(rows, ["run", "batch", "published", "simulated", "error"])
 
 
-def original_fits(gpt: Gpt, machine: Machine, gpus: int) -> bool:
+def fits(policy: Policy, gpt: Gpt, machine: Machine, gpus: int) -> bool:
+    """Return whether a policy can train a model on a number of GPUs of a machine."""
     try:
-        best_step(gpt, machine, gpus)
+        policy(gpt, machine, gpus)
     except BudgetError:
         return False
     return True
 
 
-def largest(family: dict[str, Gpt], machine: Machine, gpus: int, fits: Fits) -> str:
+def largest(family: dict[str, Gpt], machine: Machine, gpus: int, policy: Policy) -> str:
     """Return the name of the largest model that fits, marked if it is the last of the family."""
-    fitting = [name for name, gpt in family.items() if fits(gpt, machine, gpus)]
+    fitting = [name for name, gpt in family.items() if fits(policy, gpt, machine, gpus)]
     return (fitting[-1] + (" or more" if fitting[-1] == list(family)[-1] else "")) if fitting else "none"
 
 
@@ -183,13 +182,9 @@ def claims() -> Iterator[tuple[Machine, int, dict[str, Gpt]]]:
     yield find_machine(PC), 1, short
 
 
-def own_fits(gpt: Gpt, machine: Machine, gpus: int) -> bool:
-    """Return whether a model fits with the policy of this package (`perf_model.py`)."""
-    try:
-        best_estimate(partial(gpt_workload, gpt), machine, Mesh(gpus=gpus), checkpointing=(True,))
-    except BudgetError:
-        return False
-    return True
+def own_step(gpt: Gpt, machine: Machine, gpus: int) -> Estimate:
+    """Return the step with the policy of this package (`perf_model.py`)."""
+    return best_estimate(partial(gpt_workload, gpt), machine, Mesh(gpus=gpus), checkpointing=(True,))
 
 
 def claims_table() -> str:
@@ -197,7 +192,7 @@ def claims_table() -> str:
     rows = []
     for machine, gpus, family in claims():
         paper = PAPER.get((machine.name, gpus), "")
-        simulated, ours = (largest(family, machine, gpus, fits) for fits in (original_fits, own_fits))
+        simulated, ours = (largest(family, machine, gpus, policy) for policy in (best_step, own_step))
         rows.append([machine.name, str(gpus), paper, simulated, ours])
     return table(rows, ["machine", "GPUs", "paper", "simulated, original policy", "simulated, our policy"])
 

@@ -52,7 +52,7 @@ def table(rows: Sequence[Row], columns: Sequence[str] = ()) -> str:
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in cells)])
 
 
-def publish(name: str, device: str, intro: str, rows: Sequence[Row], columns: Sequence[str] = ()) -> None:
+def publish(name: str, intro: str, rows: Sequence[Row], columns: Sequence[str] = (), device: str = "cpu") -> None:
     """Print a table and write it to results/NAME-DEVICE.md, with the machine's name."""
     machine = f"{machine_name(torch.device(device))}; PyTorch {torch.__version__}; {date.today()}"
     text = f"{intro}\n\nMachine: {machine}.\n\n{table(rows, columns)}\n"

@@ -87,13 +87,13 @@ def main() -> None:
         min_budget += tight["short"]
     publish(
         "small_pc",
-        given.device,
         f"{given.model}, {paper['numel']:,} parameters, bf16, {STEPS} steps of 1 x {TOKENS} tokens, host budget "
         f"{format_size(HOST)}. Limit of resident memory: 14 bytes x parameters + activations (the measured non-model "
         f"data) + 1 GiB. The minimum device budget is the largest chunk ({format_size(paper['largest_chunk'])}) plus "
         f"the activations measured in the first run, raised by the missing bytes that an error reports. Plain PyTorch "
         f"needed {format_size(plain['rss'])}.",
         [row("paper", PAPER, paper, plain), row("minimum", min_budget, tight, plain)],
+        device=given.device,
     )
     assert paper["digest"] == plain["digest"] == tight["digest"], "results differ"
 

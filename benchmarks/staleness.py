@@ -196,7 +196,7 @@ def main() -> None:
         f"column is the standard deviation over the seeds of the one before. Curves: docs/staleness.svg."
     )
     if published:
-        publish("staleness", "cpu", intro, rows)
+        publish("staleness", intro, rows)
     else:
         print(intro, table(rows), sep="\n\n")
 

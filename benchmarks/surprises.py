@@ -54,21 +54,6 @@ def outcome(action: Callable[[], object]) -> str:
     return ""
 
 
-def run_steps(make: Callable[[], ps.Engine], draw: dict) -> str:
-    """Create an engine and train; return the message of the BudgetError, empty if there is none."""
-    step = step_of(draw)
-
-    def train() -> None:
-        engine = make()
-        try:
-            for _ in range(STEPS):
-                step(engine)
-        finally:
-            engine.close(keep=False)
-
-    return outcome(train)
-
-
 def options_of(draw: dict, directory: str | None, precision: str) -> ps.Config:
     non_model_bytes, param16_bytes, numel = needs(draw, precision)
     return ps.Config(
@@ -88,7 +73,17 @@ def predict(draw: dict, config: ps.Config) -> str:
 
 
 def train_draw(draw: dict, config: ps.Config) -> str:
-    return run_steps(lambda: Engine(lambda: build(draw), config), draw)
+    step = step_of(draw)
+
+    def train() -> None:
+        engine = Engine(lambda: build(draw), config)
+        try:
+            for _ in range(STEPS):
+                step(engine)
+        finally:
+            engine.close(keep=False)
+
+    return outcome(train)
 
 
 def compare(draw: dict, apply: Callable[..., Any], directory: str | None, precision: str) -> tuple[str, str]:
@@ -109,7 +104,6 @@ def main() -> None:
     disks = "half of them with a disk tier" if given.directory else "none with a disk"
     publish(
         "surprises",
-        "cpu",
         f"{given.draws} random GPTs in {given.precision}, budgets and batches (seed {given.seed}), {disks}: prediction "
         f"of a dry run, and outcome of {STEPS} training steps. Limits: a predicted fit always runs; a predicted misfit "
         f"fails in at least 98 % of the cases.",

@@ -65,7 +65,6 @@ def main() -> None:
     given = options(__doc__, model="gpt2-124m", precision="bf16", batch=1, sequence=512, rounds=9)
     publish(
         "throughput",
-        "cpu",
         f"GPT-2 124M shape, {given.precision}, {given.batch} x {given.sequence} tokens per step, everything fits. Both "
         f"sides run the same operators, which limits the ratio to 1, except for the update: one pass over memory, "
         f"while plain PyTorch casts before and after its fused AdamW. Goal: at least 0.95. The losses of the first "

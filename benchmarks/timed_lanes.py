@@ -283,12 +283,12 @@ def main() -> None:
         return
     publish(
         "timed_lanes",
-        "strict",
         f"Dry run / run of the engine on a simulated accelerator whose work takes the time of the machine spec: "
         f"{LAYERS} blocks of width {WIDTH}, {PARAM_NUMEL:,} parameters, {ROWS} rows, chunks of {CHUNK}. Seconds of a "
         f"step: medians after {WARM_UP_STEPS} steps; limit {LIMIT:.0%}, others are marked. Gradients are clipped at a "
         f"norm that they do not reach, or updated with update=True.",
         rows,
+        device="strict",
     )
 
 

@@ -45,8 +45,9 @@ def pytest_configure(config):
 
 LONGEST = (
     "each_way_of_checkpointing",
-    "a_thousand_runs",
-    "test_gpu_rehearsal.py",
+    "five_hundred_runs",
+    "test_the_steps_run_in_this_process",
+    "test_a_call_runs_writes",
     "test_own_process",
     "test_the_measured_process",
     "distributed/test_cli.py",

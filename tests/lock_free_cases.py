@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import speculation_cases as cases
 from seeded import assert_same_model, engine_of, reference_of
 from speculation_cases import DELAYED_EVENTS, PARAM16_BYTES, build
@@ -12,12 +13,17 @@ from speculation_cases import DELAYED_EVENTS, PARAM16_BYTES, build
 import patrickstar as ps
 from patrickstar import testing
 from patrickstar._engine.engine import Engine
+from patrickstar._step.disk_optimizer_step import DiskOptimizerStep
+from patrickstar._step.streamed_update import StreamedUpdate
 from patrickstar.errors import BudgetError
 
+PROGRESS, WITHDRAW = DiskOptimizerStep.progress, StreamedUpdate.withdraw
 HOST_BYTES = 200 * 1024 + 4 * PARAM16_BYTES
 """Room for the buffers and a part of the states."""
 IN_MEMORY = dict(disk=None, host_memory="4MiB")
 """Budgets of a replay, which needs no disk."""
+STEPS = 8
+USUAL = cases.loop([[]] * STEPS, [1] * STEPS)
 
 
 def on_disk(directory: Path) -> dict[str, Any]:
@@ -48,6 +54,23 @@ def reference_with(config: ps.Config, log: Path, model_func: Callable[[], Any] =
     """Create the reference that follows a log."""
     plain = replaying(config, log, device_memory=None, host_memory=None, disk=None)
     return reference_of(model_func, plain, testing.LockFreeOptimizer)
+
+
+def let_chances_pass(patch: pytest.MonkeyPatch, share: float, seed: int = 0) -> None:
+    """Let a share of the chances to update pages between operators pass, and worker threads begin late, at random."""
+    choice = random.Random(seed)
+
+    def sometimes(step: DiskOptimizerStep) -> None:
+        if choice.random() >= share:
+            PROGRESS(step)
+
+    def withdraw_or_wait(update: StreamedUpdate) -> bool:
+        if choice.random() >= share:
+            update.wait()
+        return WITHDRAW(update)
+
+    patch.setattr(DiskOptimizerStep, "progress", sometimes)
+    patch.setattr(StreamedUpdate, "withdraw", withdraw_or_wait)
 
 
 def run_three(

@@ -18,6 +18,7 @@ from patrickstar._chunks.tracer import Tracer
 from patrickstar._distributed.collectives import Collectives
 from patrickstar._engine.engine import Engine
 from patrickstar._hardware.job_queue import Job, WorkerTransfer
+from patrickstar._hardware.memory_meter import DeviceMeter
 from patrickstar._hardware.ram import Ram, RamLimit
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
@@ -129,6 +130,22 @@ def after_operators(engine: Engine, call: Callable[[], None]) -> AbstractContext
     data = engine._core.data
     op_boundary = data.op_boundary
     return mock.patch.object(data, "op_boundary", lambda belongs: (op_boundary(belongs), call()))
+
+
+class PeakMeter(DeviceMeter):
+    """Meter of a device that keeps the peaks of allocated and reserved bytes over all restarts."""
+
+    allocated = reserved = 0
+
+    def note(self) -> None:
+        """Note the peaks so far."""
+        stats = torch.accelerator.memory_stats(self._accelerator.device)
+        self.allocated = max(self.allocated, self._accelerator.peak_allocated_bytes)
+        self.reserved = max(self.reserved, stats["reserved_bytes.all.peak"])
+
+    def restart(self) -> None:
+        self.note()
+        super().restart()
 
 
 # Faults of the disk

@@ -14,12 +14,12 @@ from hypothesis import given, settings
 NIGHTLY = "nightly"
 """Hypothesis profile of `make nightly`."""
 FAST_SHARE = 6
-THINNED = ("precision", "ending", "room", "recomputing", "without_grad")
+THINNED = ("precision", "ending", "room", "recomputing", "without_grad", "compiling", "some_optimizer")
 """Parameters of tests of which `make test` runs one value per case."""
 
 # No deadlines: a test must not fail because the machine is busy.
 settings.register_profile(NIGHTLY, print_blob=True, deadline=None)
-settings.register_profile("fast", deadline=None)
+settings.register_profile("fast", deadline=None, max_examples=-(-settings.default.max_examples // FAST_SHARE))
 settings.load_profile("fast")
 
 

@@ -73,6 +73,11 @@ def trained(engine: Engine, folder: Path, first: int, last: int, saves: int = 0)
     return engine
 
 
+def on_disk(directory: Path, **disk: Any) -> dict[str, Any]:
+    """Return budgets that leave states on disk, where updates have pages to themselves."""
+    return dict(chunk_size="18KiB", device_memory=2.0, host_memory="170KiB", disk=ps.Disk(directory, **disk))
+
+
 # What may happen between a backward and its step. Each returns results to compare.
 
 

@@ -13,19 +13,6 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def seconds(action: Callable[[], object], device: torch.device, *, rounds: int = 7, inner: int = 1) -> float:
-    """Return the median time of one call over `rounds` of `inner` calls each, after one warm-up round."""
-    times = []
-    for _ in range(rounds + 1):
-        synchronize(device)
-        start = time.perf_counter()
-        for _ in range(inner):
-            action()
-        synchronize(device)
-        times.append((time.perf_counter() - start) / inner)
-    return median(times[1:])
-
-
 def once(action: Callable[[], object], device: torch.device) -> float:
     """Return the time of a single call."""
     synchronize(device)
@@ -33,3 +20,13 @@ def once(action: Callable[[], object], device: torch.device) -> float:
     action()
     synchronize(device)
     return time.perf_counter() - start
+
+
+def seconds(action: Callable[[], object], device: torch.device, *, rounds: int = 7, inner: int = 1) -> float:
+    """Return the median time of one call over `rounds` of `inner` calls each, after one warm-up round."""
+
+    def calls() -> None:
+        for _ in range(inner):
+            action()
+
+    return median([once(calls, device) / inner for _ in range(rounds + 1)][1:])

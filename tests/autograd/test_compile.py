@@ -28,7 +28,7 @@ def _fresh_compiler():
 
 
 @pytest.fixture(params=["wrapped", "in place"])
-def way(request):
+def compiling(request):
     return request.param
 
 
@@ -41,8 +41,8 @@ class Block(nn.Module):
         return x + self.body(self.norm(x))
 
 
-def compiled(block, backend, way):
-    if way == "wrapped":
+def compiled(block, backend, compiling):
+    if compiling == "wrapped":
         return torch.compile(block, backend=backend)
     block.compile(backend=backend)
     return block
@@ -63,11 +63,13 @@ MODELS = {
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("model", MODELS)
-def test_compiled_blocks(backend, model, way, config):
-    testing.assert_exact(lambda: MODELS[model](partial(compiled, backend=backend, way=way)), normal_batches(), config)
+def test_compiled_blocks(backend, model, compiling, config):
+    testing.assert_exact(
+        lambda: MODELS[model](partial(compiled, backend=backend, compiling=compiling)), normal_batches(), config
+    )
 
 
-@trains(lambda way: Stack([compiled(Block(), "aot_eager", way) for _ in range(2)]))
+@trains(lambda compiling: Stack([compiled(Block(), "aot_eager", compiling) for _ in range(2)]))
 def test_compiled_blocks_in_eval_and_with_another_shape(trainer, optimizer):
     for step, length in enumerate([3, 5, 3]):
         trainer.module.eval()
@@ -79,15 +81,15 @@ def test_compiled_blocks_in_eval_and_with_another_shape(trainer, optimizer):
 
 
 @trains(lambda: Stack([Block(), Block()]))
-def test_a_block_compiled_after_initialize(trainer, optimizer, way):
+def test_a_block_compiled_after_initialize(trainer, optimizer, compiling):
     yield from train(trainer, steps=1)
     blocks = trainer.module.blocks
     for index in range(2):
-        blocks[index] = compiled(blocks[index], "aot_eager", way)
+        blocks[index] = compiled(blocks[index], "aot_eager", compiling)
     yield from train(trainer, steps=2, first=1)
 
 
-def test_blocks_compile_once(way, config):
+def test_blocks_compile_once(compiling, config):
     """The engine causes no recompilation: three equal blocks need as many graphs as without it."""
     graphs = []
 
@@ -105,7 +107,7 @@ def test_blocks_compile_once(way, config):
         return losses
 
     def build():
-        return Stack([compiled(Block(), count, way) for _ in range(3)])
+        return Stack([compiled(Block(), count, compiling) for _ in range(3)])
 
     testing.compare(build, config, script)
     plain, managed = counts

@@ -98,9 +98,8 @@ def test_gradients_that_grow_under_reentrant_checkpointing_are_updated_in_the_st
 
 def test_a_parameter_that_gets_no_gradient_is_not_waited_for():
     branch = module(lambda m, x: m.one(x), one=linear, never=linear)
-    engine = testing.stressed(branch, small_chunks("bf16", chunk_bytes=1 << 16))
-    assert updated_before_the_step(engine) == {"one.weight", "one.bias"}
-    engine.close()
+    with testing.stressed(branch, small_chunks("bf16", chunk_bytes=1 << 16)) as engine:
+        assert updated_before_the_step(engine) == {"one.weight", "one.bias"}
 
 
 def test_no_more_bytes_move(precision):
@@ -201,9 +200,8 @@ def test_a_resumed_engine_observes_a_step_first():
     """Observations of gradients are not saved: under reentrant checkpointing some gradients grow."""
 
     data = [(normal(2, WIDTH, seed=step).requires_grad_(),) for step in range(3)]
-    one = testing.stressed(twice, small_chunks("bf16", chunk_bytes=64))
+    one, other = (testing.stressed(twice, small_chunks("bf16", chunk_bytes=64)) for _ in range(2))
     train(one, data, update=True)
-    other = testing.stressed(twice, small_chunks("bf16", chunk_bytes=64))
     other.load_state_dict(one.state_dict())
     other.optimizer.load_state_dict(one.optimizer.state_dict())
     for engine in (one, other):

@@ -19,38 +19,25 @@ class Trip(RuntimeError):
 
 
 class Tripwire(nn.Module):
-    """Raises in the middle of its forward, when armed."""
+    """Raises when armed: in the middle of its forward, or in backward, between the gradients of its two layers."""
 
-    def __init__(self, error=Trip):
+    def __init__(self, error=Trip, in_backward=False):
         super().__init__()
         self.before, self.after = linear(), linear()
-        self.error, self.armed = error, False
+        self.error, self.in_backward, self.armed = error, in_backward, False
 
     def forward(self, x):
         x = torch.tanh(self.before(x))
+        if not self.in_backward:
+            self.trip()
+        elif x.requires_grad:
+            x.register_hook(self.trip)
+        return self.after(x)
+
+    def trip(self, grad=None):
         if self.armed:
             self.armed = False
             raise self.error("armed")
-        return self.after(x)
-
-
-class BackwardTripwire(nn.Module):
-    """Raises in backward, between the gradients of its two layers, when armed."""
-
-    def __init__(self):
-        super().__init__()
-        self.before, self.after, self.armed = linear(), linear(), False
-
-    def forward(self, x):
-        hidden = torch.tanh(self.before(x))
-        if hidden.requires_grad:
-            hidden.register_hook(self.trip)
-        return self.after(hidden)
-
-    def trip(self, grad):
-        if self.armed:
-            self.armed = False
-            raise Trip("armed")
 
 
 @pytest.mark.parametrize("error", [Trip, KeyboardInterrupt], ids=lambda error: error.__name__)
@@ -101,7 +88,7 @@ def assert_failure_leaves_no_trace(build, config):
 
 
 def test_exception_in_backward(config, checkpointing):
-    assert_failure_leaves_no_trace(lambda: Stack([mlp(), BackwardTripwire(), mlp()], checkpointing), config)
+    assert_failure_leaves_no_trace(lambda: Stack([mlp(), Tripwire(in_backward=True), mlp()], checkpointing), config)
 
 
 @pytest.mark.parametrize("way", ["reentrant", "non-reentrant"])

@@ -61,7 +61,7 @@ def batches(lengths=(8, 8, 8)):
 def generate(trainer):
     trainer.module.eval()
     with torch.no_grad():
-        generated = trainer.module.generate(tokens(VOCABULARY, 1, 3), max_new_tokens=3, do_sample=False)
+        generated = trainer.module.generate(tokens(VOCABULARY, 1, 3), max_new_tokens=2, do_sample=False)
     trainer.module.train()
     return generated
 

@@ -17,12 +17,13 @@ def frozen_and_trained(dtype=torch.float32):
     return model
 
 
-def closed(model, caplog, precision="bf16", **close):
+def closed(model, caplog, precision="bf16", keep=True, **options):
+    """Create an engine and close it, twice; return what was said."""
     config = ps.Config(device="cpu", precision=precision, device_memory="1MiB", host_memory="1MiB")
-    engine, _ = ps.initialize(model, config)
+    engine, _ = ps.initialize(model, config, **options)
     with caplog.at_level(logging.WARNING, LOGGER):
-        engine.close(**close)
-        engine.close(**close)
+        engine.close(keep=keep)
+        engine.close(keep=keep)
     return [record.getMessage() for record in caplog.records if record.name == LOGGER]
 
 
@@ -55,21 +56,10 @@ def test_close_is_silent_where_nothing_was_lost(caplog, model, options):
     assert not closed(model, caplog, **options)
 
 
-def test_parameters_of_frozen_modules_count(caplog):
-    config = ps.Config(device="cpu", precision="bf16", device_memory="1MiB", host_memory="1MiB")
-    engine, _ = ps.initialize(frozen_and_trained(), config, frozen={"teacher": nn.Linear(2, 2)})
-    with caplog.at_level(logging.WARNING, LOGGER):
-        engine.close()
-    assert "4 frozen parameters, 78 elements" in caplog.text
-
-
-def test_the_dtype_of_weights_counts(caplog):
+def test_parameters_of_frozen_modules_and_the_dtype_of_weights_count(caplog):
     """Parameters on the meta device have the values, and the digits, that `weights` gives them."""
+    assert "4 frozen parameters, 78 elements" in closed(frozen_and_trained(), caplog, frozen={"a": nn.Linear(2, 2)})[-1]
     values = {name: value.clone() for name, value in frozen_and_trained().state_dict().items()}
     with torch.device("meta"):
         model = frozen_and_trained(torch.bfloat16)
-    config = ps.Config(device="cpu", precision="bf16", device_memory="1MiB", host_memory="1MiB")
-    engine, _ = ps.initialize(model, config, weights=values.__getitem__)
-    with caplog.at_level(logging.WARNING, LOGGER):
-        engine.close()
-    assert "2 frozen parameters, 72 elements" in caplog.text
+    assert "2 frozen parameters, 72 elements" in closed(model, caplog, weights=values.__getitem__)[-1]

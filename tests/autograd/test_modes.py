@@ -36,16 +36,9 @@ def evaluate(trainer, without_grad):
 
 
 @trains(lambda checkpointing: build(checkpointing))
-def test_eval_before_the_first_step_and_between_steps(trainer, optimizer, without_grad):
-    yield evaluate(trainer, without_grad)
-    for step in range(3):
-        yield from train(trainer, steps=1, first=step)
-        yield from (evaluate(trainer, without_grad), evaluate(trainer, without_grad))
-
-
-@trains(lambda checkpointing: build(checkpointing))
 def test_eval_at_any_time(trainer, optimizer, without_grad):
-    """Between forward, backward and step: gradients are stored in place of the weights that evaluation needs."""
+    """Before the first step, and between forward, backward and step, where gradients are in place of the weights."""
+    yield evaluate(trainer, without_grad)
     for step in range(3):
         for (x,) in normal_batches(1 + step % 2):
             loss = mean_square(trainer(x + step))
@@ -54,6 +47,7 @@ def test_eval_at_any_time(trainer, optimizer, without_grad):
             yield from (loss.detach(), evaluate(trainer, without_grad))
         optimizer.step()
         optimizer.zero_grad()
+        yield from (evaluate(trainer, without_grad), evaluate(trainer, without_grad))
 
 
 @trains(build)

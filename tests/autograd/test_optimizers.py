@@ -23,8 +23,13 @@ def precision(request):
 
 
 @pytest.fixture(params=SOME)
-def config(request, precision):
-    return small_chunks(precision, optimizer=OPTIMIZERS[request.param])
+def some_optimizer(request):
+    return OPTIMIZERS[request.param]
+
+
+@pytest.fixture
+def config(some_optimizer, precision):
+    return small_chunks(precision, optimizer=some_optimizer)
 
 
 # The same bits as plain PyTorch
@@ -251,36 +256,25 @@ SGD_OPTIONS = [
 
 
 @pytest.mark.parametrize("options", SGD_OPTIONS, ids=str)
-def test_state_of_torchs_sgd_resumes_in_the_engine(options):
+@pytest.mark.parametrize("saved_by", ["torch", "the engine"])
+def test_state_of_sgd_resumes_in_the_other(saved_by, options):
     """The momentum is loaded; SGD saves no step count and needs none."""
-    model, optimizer = plain_sgd(2, **options)
+    model, optimizer = plain_sgd(2 if saved_by == "torch" else 0, **options)
     engine, ours = ps.initialize(build, small_chunks("fp32", optimizer=ps.SGD(**options)))
-    engine.load_state_dict(model.state_dict())
-    ours.load_state_dict(optimizer.state_dict())
-    for name, value in model.state_dict().items():
-        assert torch.equal(engine.state_dict()[name], value)
-    for position, state in optimizer.state_dict()["state"].items():
-        for name, value in state.items():
-            assert torch.equal(ours.state_dict()["state"][position][name], value)
+    if saved_by == "torch":
+        engine.load_state_dict(model.state_dict())
+        ours.load_state_dict(optimizer.state_dict())
+        testing.assert_same_bits(dict(model.state_dict()), engine.state_dict(), "parameters")
+        for position, state in optimizer.state_dict()["state"].items():
+            for name, value in state.items():
+                assert torch.equal(ours.state_dict()["state"][position][name], value)
+    else:
+        train(engine, steps=2)
+        model.load_state_dict(engine.state_dict())
+        optimizer.load_state_dict(ours.state_dict())
     plain_steps(model, optimizer, 2, first=2)
     train(engine, steps=2, first=2)
-    check_near(model, engine)
-
-
-@pytest.mark.parametrize("options", SGD_OPTIONS, ids=str)
-def test_state_of_the_engines_sgd_resumes_in_torchs(options):
-    engine, ours = ps.initialize(build, small_chunks("fp32", optimizer=ps.SGD(**options)))
-    train(engine, steps=2)
-    model, optimizer = plain_sgd(0, **options)
-    model.load_state_dict(engine.state_dict())
-    optimizer.load_state_dict(ours.state_dict())
-    plain_steps(model, optimizer, 2, first=2)
-    train(engine, steps=2, first=2)
-    check_near(model, engine)
-
-
-def check_near(model, engine):
-    """Assert equality up to the contracted operations that PyTorch's SGD uses where the machine has them."""
+    # Equal up to the contracted operations that PyTorch's SGD uses where the machine has them.
     for name, value in model.state_dict().items():
         assert torch.allclose(engine.state_dict()[name], value, rtol=1e-5, atol=1e-7), name
 

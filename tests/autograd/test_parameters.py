@@ -81,10 +81,6 @@ def norm():
     return layer
 
 
-def frozen():
-    return linear().requires_grad_(False)
-
-
 def bias_only():
     layer = linear()
     layer.weight.requires_grad_(False)
@@ -99,7 +95,7 @@ larger_than_a_chunk = module(
 # A frozen base with a trainable low-rank correction.
 adapter = module(
     lambda m, x: torch.tanh(m.base(x) + m.up(m.down(x))),
-    base=frozen,
+    base=lambda: linear().requires_grad_(False),
     down=lambda: nn.Linear(WIDTH, 2, bias=False),
     up=lambda: nn.Linear(2, WIDTH, bias=False),
 )
@@ -295,10 +291,6 @@ def writes_into_its_buffer(m, x):
     return x + m.running.to(x.dtype).clone()
 
 
-def running():
-    return nn.Buffer(torch.zeros(WIDTH))
-
-
 view_of_a_linear = module(lambda m, x: m.linear(x).view(-1, WIDTH), linear=linear)
 doubles_its_input = module(lambda m, x: m.linear(x.mul_(2)), linear=linear)
 multiply_by_a_view = module(lambda m, x, view: torch.tanh(m.linear(x)) @ view, linear=linear)
@@ -349,7 +341,9 @@ USES = {
         output_is_a_view_of_its_input, linear=linear, flatten=lambda: nn.Flatten(0, 1), after=linear
     ),
     "writes into its input": module(writes_into_its_input, before=linear, inner=doubles_its_input),
-    "writes into its buffer": module(writes_into_its_buffer, linear=linear, running=running),
+    "writes into its buffer": module(
+        writes_into_its_buffer, linear=linear, running=lambda: nn.Buffer(torch.zeros(WIDTH))
+    ),
 }
 
 

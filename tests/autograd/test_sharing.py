@@ -103,10 +103,6 @@ def force(m, x):
     return torch.autograd.grad(m.body(x).sum(), x, create_graph=True)[0]
 
 
-def complex_filter():
-    return nn.Parameter(torch.randn(WIDTH, dtype=torch.complex64))
-
-
 sparse_embedding = module(
     lambda m, ids: m.body(m.words(ids)), words=lambda: nn.Embedding(11, WIDTH, sparse=True), body=linear
 )
@@ -117,7 +113,9 @@ sparse_function = module(
     body=linear,
 )
 complex_weight = module(
-    lambda m, x: torch.fft.ifft(torch.fft.fft(m.body(x).float()) * m.filter).real, body=linear, filter=complex_filter
+    lambda m, x: torch.fft.ifft(torch.fft.fft(m.body(x).float()) * m.filter).real,
+    body=linear,
+    filter=lambda: nn.Parameter(torch.randn(WIDTH, dtype=torch.complex64)),
 )
 sparse_weight = module(
     lambda m, x: torch.sparse.mm(m.connections, x.flatten(0, -2).t()),

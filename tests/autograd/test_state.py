@@ -49,7 +49,7 @@ def test_saving_in_the_middle_of_a_step(trainer, optimizer, when):
 
 
 def test_one_saved_parameter_takes_only_its_own_bytes(config):
-    engine, _ = ps.initialize(lambda: nn.Sequential(*[linear() for _ in range(200)]), config)
+    engine, _ = ps.initialize(lambda: nn.Sequential(*[linear() for _ in range(50)]), config)
     for state in (engine.state_dict(), engine.module.state_dict()):
         file = io.BytesIO()
         torch.save({"0.weight": state["0.weight"]}, file)

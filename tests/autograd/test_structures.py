@@ -11,17 +11,7 @@ from transformers.utils import ModelOutput
 
 from patrickstar import testing
 
-from .zoo import (
-    WIDTH,
-    Stack,
-    assert_blocks_exact,
-    linear,
-    normal,
-    normal_batches,
-    small_chunks,
-    trains,
-    update,
-)
+from .zoo import WIDTH, Stack, assert_blocks_exact, linear, normal, normal_batches, small_chunks, trains, update
 
 
 @dataclasses.dataclass

@@ -10,6 +10,7 @@ import patrickstar as ps
 from patrickstar.testing import stressed
 
 IDS = torch.arange(12).view(3, 4)
+CONFIG = ps.Config(device="cpu", precision="fp32", device_memory="1MiB", host_memory="1MiB")
 
 
 class Products(nn.Module):
@@ -50,9 +51,8 @@ class FirstLayer(nn.Module):
 
 
 def recorded(model, start):
-    config = ps.Config(device="cpu", precision="fp32", device_memory="1MiB", host_memory="1MiB")
     torch.manual_seed(0)
-    with start(model, config) as engine, engine.record() as recording:
+    with start(model, CONFIG) as engine, engine.record() as recording:
         for _ in range(8):
             engine.backward(engine(IDS))
             engine.optimizer.step()
@@ -82,12 +82,10 @@ def test_operations_are_those_of_pytorchs_counter(model, start):
 
 
 def test_what_is_not_recorded_is_not_timed():
-    config = ps.Config(device="cpu", precision="fp32", device_memory="1MiB", host_memory="1MiB")
-    engine, optimizer = ps.initialize(Products, config)
+    engine, optimizer = ps.initialize(Products, CONFIG)
     with engine, engine.record() as recording:
         for _ in range(3):  # the third step has no timeline
-            loss = engine(IDS)
-            engine.backward(loss)
+            engine.backward(engine(IDS))
             optimizer.step()
     assert [timeline.step for timeline in recording.timelines] == [1, 2]
     first, second = ({(each.name, each.backward): each.operations for each in t.products} for t in recording.timelines)

@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from patrickstar._cli.main import app
+from patrickstar._hardware.cpu_allocator import native_library
 
 CONFIG = dict(model_type="gpt2", n_layer=2, n_embd=32, n_head=2, n_positions=64, vocab_size=300)
 CONFIG |= dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0)
@@ -20,6 +21,7 @@ SMALL += ["--lr", "1e-2", "--log", "log.jsonl"]
 
 def change_to(folder: Path, patch: pytest.MonkeyPatch, **options: Any) -> None:
     """Change to a folder with the text, a model with these options, and a cache of its own."""
+    native_library()  # with another cache it would be compiled anew
     patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     patch.chdir(folder)
     Path("text.py").write_text(TEXT)

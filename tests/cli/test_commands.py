@@ -1,4 +1,7 @@
-"""The command as a user meets it: exit codes, messages, and no traceback unless asked for."""
+"""The command as a user meets it: exit codes, messages, and no traceback unless asked for; `patrickstar doctor`.
+
+What can be answered without PyTorch is, since that takes seconds to load.
+"""
 
 import subprocess
 import sys
@@ -10,6 +13,9 @@ import torch
 from command_line import assert_refused, call, done
 
 import patrickstar
+from patrickstar._cli import doctor
+from patrickstar._kernels.cpp_backend import CppBackend, Unavailable
+from patrickstar._kernels.eager_backend import EagerBackend
 from patrickstar.errors import BudgetError
 
 pytestmark = pytest.mark.usefixtures("small_text")
@@ -18,13 +24,9 @@ train = partial(call, "train", "--device", "cpu")
 TINY = ("--data", "text.py", "--model", "model.json", "--sequence", 16)
 
 
-def python(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a program in an interpreter of its own."""
-    return subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True)
-
-
-def test_the_version_is_the_packages() -> None:
-    assert done("--version").stdout == f"patrickstar {patrickstar.__version__}\n"
+def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run an interpreter of its own."""
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True)
 
 
 def test_help_names_the_command_and_its_options() -> None:
@@ -35,10 +37,7 @@ def test_help_names_the_command_and_its_options() -> None:
 
 
 def test_the_module_runs_as_the_command() -> None:
-    process = subprocess.run(
-        [sys.executable, "-m", "patrickstar", "--version"], capture_output=True, text=True, check=True
-    )
-    assert process.stdout == f"patrickstar {patrickstar.__version__}\n"
+    assert python("-m", "patrickstar", "--version").stdout == f"patrickstar {patrickstar.__version__}\n"
 
 
 REFUSED = {
@@ -94,6 +93,122 @@ def test_every_error_is_one_line(monkeypatch, error: BaseException, code: int, m
 
 
 def test_without_its_libraries_the_command_says_what_to_install() -> None:
-    process = python("import sys; sys.modules['typer'] = None; from patrickstar.__main__ import main; main()")
+    process = python("-c", "import sys; sys.modules['typer'] = None; from patrickstar.__main__ import main; main()")
     assert process.returncode == 1
     assert process.stderr == "the command line needs typer: pip install '.[cli]' in the clone of PatrickStar\n"
+
+
+# Runs each list of arguments of the command line; at the end tells whether a library was loaded that takes seconds.
+PROGRAM = """
+import sys
+from patrickstar.__main__ import main
+
+for line in sys.argv[1:]:
+    sys.argv = ["patrickstar", *line.split()]
+    try:
+        main()
+    except SystemExit as end:
+        print(f"{line}: exit code {end.code}")
+print([name for name in ("torch", "transformers", "tokenizers") if name in sys.modules])
+"""
+
+WITHOUT_PYTORCH = {
+    "trian": "Did you mean 'train'?",
+    "train --stpes 3": "--steps",
+    "train --steps 0": "--steps",
+    "train --batch -1": "--batch",
+    "train --vocab-size 100": "--vocab-size",
+    "train --lr fast": "--lr",
+    "train --host-memory 2gigs": "--host-memory: '2gigs' is not a size",
+    "train --chunk-size 2gigs": "--chunk-size: '2gigs' is not a size",
+    "train --model gpt-1n": "did you mean gpt-1m?",
+    "train --data nowhere": "error: there is no file or folder nowhere; check --data",
+    "train --resume nowhere": "error: nowhere is not a PatrickStar checkpoint: there is no such folder",
+    "train --device-memory 2gigs": "error: --device-memory: '2gigs' is not a size",
+    "train --model gpt-12b --device cpu --device-memory 3GiB --host-memory 4GiB": ("157.54 GiB of model data"),
+    "train --save-every 1 --save-to /dev/null/kept": "error: --save-to: /dev/null can't be written: Not a directory",
+    "train --disk /proc": "error: --disk: /proc can't be written",
+    "plan --html /dev/null/plan.html": "error: --html: /dev/null can't be written: Not a directory",
+    "plan --model gpt-1n": "did you mean gpt-1m",
+    "plan --gpu rtx4061": "did you mean rtx4060",
+    "plan --machine nowhere": "'nowhere' is neither a known machine nor a file",
+    "export nowhere folder": "error: nowhere is not a PatrickStar checkpoint",
+    "report nowhere": "error: the log nowhere can't be read",
+}
+
+
+def test_what_can_not_be_is_refused_without_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    lines = ["--version", "--help", "train --help", *WITHOUT_PYTORCH, "plan --model gpt-1b --gpu rtx4060 --no-dry-run"]
+    process = python("-c", PROGRAM, *lines)
+    codes = dict(line.split(": exit code ") for line in process.stdout.splitlines() if ": exit code " in line)
+    assert codes == {line: "2" if line in WITHOUT_PYTORCH else "0" for line in lines}
+    assert process.stdout.splitlines()[-1] == "[]"
+    assert "Traceback" not in process.stderr
+    for text in WITHOUT_PYTORCH.values():
+        assert text in process.stderr
+
+
+# The doctor
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr(
+        doctor, "examine", lambda examine=doctor.examine, **options: examine(trial_numel=100_000, **options)
+    )
+
+
+def report():
+    return done("doctor").stdout
+
+
+def test_every_finding_has_its_line_and_the_kernel_names_its_instruction_sets():
+    text = report()
+    names = [line[:16].strip() for line in text.splitlines()]
+    memory, rates = ["memory", "memory speed"], ["update speed", "products"]
+    for name in ("patrickstar", "processor", "C++ kernel", "Triton kernel", *memory, *rates):
+        assert names.count(name) == 1
+    if CppBackend.find() is not None:  # it was installed with a C++ compiler
+        assert all(variant in text for variant in CppBackend.find().variants())
+        assert "->" not in text.split("Triton kernel")[0]
+
+
+@pytest.mark.parametrize(
+    ("rates", "advice"),
+    [
+        ((100e9, 400e9, 8e9), "train in bf16 on this CPU, as precision='auto' does for a model of these widths; fp16"),
+        (
+            (58e9, 0.7e9, 0.9e9),
+            "train in fp32 on this CPU, as precision='auto' does for a model of these widths; bf16 and",
+        ),
+    ],
+)
+def test_products_are_compared_by_precision(monkeypatch, rates, advice):
+    measured = dict(zip(("fp32", "bf16", "fp16"), rates, strict=True))
+    monkeypatch.setattr(doctor, "product_rate", lambda precision, *widths: measured[precision])
+    finding = doctor._products()
+    assert f"fp32 at {rates[0] / 1e9:.0f} GFLOPS, bf16 at " in finding.text
+    assert advice in finding.advice
+
+
+def refuse(why):
+    def load(*_):
+        raise Unavailable(why)
+
+    return load
+
+
+def test_without_the_kernel_it_says_why_and_what_to_do(monkeypatch):
+    monkeypatch.setattr(doctor.CppBackend, "load", refuse("it was not built: install it again"))
+    text = report()
+    assert "not available. Updates on the host use PyTorch's operators" in text
+    assert "-> it was not built: install it again" in text
+    assert f"by {EagerBackend.name}" in text
+
+
+def test_a_gpu_where_triton_does_not_work_is_told(monkeypatch):
+    monkeypatch.setattr(doctor.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(doctor.torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(doctor.TritonBackend, "load", refuse("triton is not installed: pip install triton"))
+    assert "pip install triton" in report()

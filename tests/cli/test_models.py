@@ -164,7 +164,9 @@ def test_a_folder_gives_its_model_and_its_weights(tmp_path: Path) -> None:
     assert all(torch.equal(weights(name), value) for name, value in expected.named_parameters())
 
 
-def test_a_folders_tokenizer_and_end_marker_are_used(tmp_path: Path) -> None:
+def test_a_folders_configuration_tokenizer_and_end_marker_are_used(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"config\.json can't be read"):
+        find_model(str(tmp_path))
     config = gpt2().config.to_dict() | {"eos_token_id": [7, 8]}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert find_model(str(tmp_path)).vocabulary.file is None
@@ -173,8 +175,3 @@ def test_a_folders_tokenizer_and_end_marker_are_used(tmp_path: Path) -> None:
     assert (vocabulary.file, vocabulary.end_id, vocabulary.size) == (tmp_path / "tokenizer.json", 7, VOCABULARY)
     with pytest.raises(ConfigError, match=f"has a vocabulary of {VOCABULARY}"):
         find_model(str(tmp_path), vocab_size=400)
-
-
-def test_a_folder_without_a_config_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"config\.json can't be read"):
-        find_model(str(tmp_path))

@@ -1,17 +1,29 @@
-"""`patrickstar plan` and `patrickstar train --dry-run`, as a user types them."""
+"""`patrickstar plan` and `patrickstar train --dry-run`, as a user types them.
 
+Of one model, with adapters and in other precisions, too; and of all open models that fit a machine.
+"""
+
+import json
 import re
+import subprocess
+import sys
 
 import pytest
 from command_line import assert_refused, assert_told, call, done, plan, planned
 from transformers import MixtralForCausalLM
 
+from patrickstar._models.open_models import OPEN_MODELS
 from patrickstar._models.presets import EXPERT_PRESETS, PRESETS
 from patrickstar._perf_model.machine_spec import find_machine
 from patrickstar._perf_model.mesh import Mesh
 from patrickstar._perf_model.text_tables import SPARKLINE_WIDTH, sparkline
 from patrickstar._plan.planned_model import find_planned_model
 from patrickstar._plan.search import Search
+
+RTX4060 = ["--gpu", "rtx4060", "--host-memory", "16GB"]
+DRIVE = ["--disk", "2TB:7GB/s:5GB/s"]
+SHORT = ["--sequence", "64", "--batch", "4", "--no-activation-checkpointing", "--device-memory", "60MB"]
+"""With little memory the search for the largest batch ends soon."""
 
 
 @pytest.fixture
@@ -27,6 +39,7 @@ def test_a_plan_says_what_fits_how_fast_and_why():
     says = "12.29 billion", "at most 26 fit", "idle", "busiest resource alone", "TFLOPS", "where the time goes"
     for words in (*says, "memory", "hidden behind computation"):
         assert words in result.output
+    assert "12 encoder and 12 decoder layers x 768" in plan("--model", "t5-220m", "--machine", "RTX4090-desktop").output
 
 
 def test_as_json_it_is_plain_data_that_adds_up():
@@ -43,16 +56,13 @@ def test_angel_ptms_models_fit_its_server(model):
     assert found["model"]["params"] / 1e9 == pytest.approx(float(model[-3:-1]), rel=0.03)
 
 
-def test_a_t5_is_described_by_both_stacks():
-    assert "12 encoder and 12 decoder layers x 768" in plan("--model", "t5-220m", "--machine", "RTX4090-desktop").output
-
-
 def test_the_largest_model_is_larger_on_more_gpus_and_smaller_at_a_higher_bar():
     def params(*more: str) -> int:
         return planned("--largest", "--machine", "8xV100-32GB", *more)["model"]["params"]
 
-    assert params("--gpus", "8") > params("--gpus", "1") > params("--gpus", "1", "--host-memory", "60GB")
-    assert params("--gpus", "1") >= params("--gpus", "1", "--least-tflops", "30")
+    one = params("--gpus", "1")
+    assert params("--gpus", "8") > one > params("--gpus", "1", "--host-memory", "60GB")
+    assert one >= params("--gpus", "1", "--least-tflops", "30")
 
 
 LAPTOP = """
@@ -150,7 +160,6 @@ def test_a_plan_says_what_late_updates_would_gain(plan_and_values):
     [
         (["--model", "gpt-13b"], "gpt-12b, gpt-10b?"),
         (["--model", "t5-28b"], "did you mean t5-58b, t5-27b"),
-        (["--machine", "8xV100"], "did you mean 8xV100-32GB"),
         (["--gpus", "9"], "8xV100-32GB has 8"),
         (["--host-memory", "lots"], "'lots' is not a size"),
         (["--model", "gpt-12b", "--host-memory", "1GB", "--gpus", "1"], "more host memory"),
@@ -162,6 +171,16 @@ def test_a_plan_says_what_late_updates_would_gain(plan_and_values):
         ),
         (["--gpu", "rtx4060", "--device-memory", "100GB"], "--device-memory 100GB: a GPU of rtx4060 with 64 GB of"),
         (["--machine", "700-dollar-pc", "--model", "gpt-12b"], "more disk"),
+        ([*RTX4060, "--html", "plan.html"], "--html plan.html is for the plan of one model: add --model NAME"),
+        (["--tp", "2"], "--tp 2 is for the plan of one model"),
+        ([*RTX4060, "--precision", "fp32"], "--precision fp32 is for the plan of one model"),
+        ([*RTX4060, "--lora", "0"], "--lora 0: the rank has to be at least 1"),
+        ([*RTX4060, "--lora", "4", "--qlora", "4"], "exclude each other"),
+        ([*RTX4060, "--largest", "--lora", "4"], "--lora 4 is for the plan of one model"),
+        ([*RTX4060, "--device-memory", "200MB"], "no open model fits rtx4060"),
+        ([*RTX4060, "--sequence", "1000000"], "no open model has positions for 1,000,000 tokens"),
+        (["--model", "t5-58b", "--lora", "4"], "its plan is a formula of full fine-tuning in 16 bits"),
+        (["--model", "gpt-1b", "--precision", "bf16"], "8xV100-32GB computes in fp16 or fp32"),
     ],
 )
 def test_what_is_wrong_is_told_in_one_line(arguments, says):
@@ -196,10 +215,6 @@ def test_a_dry_run_of_several_processes():
         (["--processes", "4"], "--processes 4 requires --dry-run"),
         (["--dry-run", "--processes", "4", "--replicas", "3"], "4 processes can't be divided into --replicas 3"),
         (["--dry-run", "--processes", "4", "--tp", "2"], "can't simulate collectives inside of operators"),
-        (
-            ["--dry-run", "--processes", "16", "--machine", "8xV100-32GB"],
-            "GPUs for 8 of 16 processes, and no [network]",
-        ),
         (["--dry-run", "--processes", "12", "--machine", "8xV100-32GB"], "12 processes do not fill machines of 8 GPUs"),
         (["--dry-run", "--processes", "2", "--delay-from", "1", "--machine", "8xV100-32GB"], "in one process only"),
     ],
@@ -225,3 +240,77 @@ def test_a_dry_run_says_what_a_step_takes_and_trains_nothing(tmp_path, small_tex
     assert "\ndelayed         updates would" in result.output
     assert "updates would" not in done("train", *options, "--dry-run", "--delay-from", "9").output
     assert_refused(call("train", *options[:-1], "1KiB", "--dry-run"), "does not fit")
+
+
+# Adapters, precisions, and the table of open models
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_adapters_have_frozen_bytes_and_states_of_their_own():
+    options = ["--model", "gpt-1m", *RTX4060, "--sequence", "64", "--batch", "4"]
+    whole, lora, qlora = (planned(*options, *more) for more in ([], ["--lora", "4"], ["--qlora", "4"]))
+    linears, hidden = 4 * 12 * 128 * 128, 128
+    trained = 4 * 4 * 16 * hidden  # layers, rank, and the widths of four linear layers in units of the hidden one
+    positions = (PRESETS["gpt-1m"].sequence - 64) * hidden  # a formula leaves out those of longer sequences
+    base = whole["model"]["params"] + positions
+    assert lora["model"]["params"] == qlora["model"]["params"] == base + trained
+    assert lora["model_data_bytes"] == 2 * base + 16 * trained
+    assert qlora["model_data_bytes"] == 2 * (base - linears) + linears // 2 + 16 * trained
+    assert lora["lanes"][0]["amount"] < whole["lanes"][0]["amount"]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_plan_of_adapters_says_what_is_trained_and_what_to_write():
+    options = ["--model", "gpt-1m", *RTX4060, *SHORT]
+    result = done("plan", *options, "--qlora", "4")
+    assert result.stdout.startswith("gpt-1m with QLoRA of rank 4 fits rtx4060")
+    for words in ("of which 0.0 million are trained", "Of the frozen parameters", "load_in_4bit=True", "r=4, "):
+        assert words in result.stdout, result.stdout
+
+
+def test_fp32_has_four_bytes_per_parameter_and_the_cards_own_rate():
+    half, full = (
+        planned("--model", "gpt-1m", *RTX4060, *SHORT, "--precision", precision) for precision in ("bf16", "fp32")
+    )
+    positions = (PRESETS["gpt-1m"].sequence - 64) * 128
+    assert half["model_data_bytes"] == 14 * half["model"]["params"]
+    assert full["model"]["params"] == half["model"]["params"] + positions
+    assert full["model_data_bytes"] == 16 * full["model"]["params"]
+    assert full["machine"]["gpu"]["matmul_tflops"] == full["machine"]["gpu"]["fp32_tflops"]
+
+
+def test_without_a_model_the_open_models_that_fit_are_told_in_80_columns():
+    result = done("plan", *RTX4060, *DRIVE)
+    lines = result.output.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "estimates" in result.output and "LoRA, rank 16" in result.output and "1,200 TB" in result.output
+    names = [line.split()[0] for line in lines if line.split() and line.split()[0] in OPEN_MODELS]
+    assert names == sorted(names, key=lambda name: OPEN_MODELS[name].params) and len(names) > 20
+
+
+def test_the_table_as_data_adds_up():
+    found = json.loads(done("plan", "--gpu", "rtx4090", "--host-memory", "64GB", *DRIVE, "--json").output)
+    models = {each["name"]: each for each in found["models"]}
+    assert {*models, *found["too_large"]} == {*OPEN_MODELS}
+    small, large = models["qwen2.5-0.5b"], models["llama-3-8b"]
+    assert small["full"]["drive_tokens"] is None, "it fits in memory"
+    assert large["full"]["tokens_per_s"] < large["lora"]["tokens_per_s"]
+    hours = large["full"]["hours_per_million_tokens"]
+    assert hours * 3600 * large["full"]["tokens_per_s"] == pytest.approx(10**6)
+    assert 600 * 2e12 / large["full"]["drive_tokens"] > 12 * OPEN_MODELS["llama-3-8b"].params / 2**14
+    # Models with experts: how peft adapts them is not planned.
+    assert models["mixtral-8x7b"]["lora"] is None and models["mixtral-8x7b"]["full"] is not None
+    without = json.loads(done("plan", *RTX4060, "--json").output)
+    fits = {each["name"] for each in without["models"]}
+    assert fits < {*models} and next(m for m in without["models"] if m["name"] == "llama-3-8b")["full"] is None
+
+
+def test_the_table_needs_no_torch():
+    code = (
+        "import sys; from patrickstar._cli.main import app; "
+        "app(sys.argv[1:], standalone_mode=False); assert 'torch' not in sys.modules"
+    )
+    words = ["plan", *RTX4060, "--qlora", "8"]
+    process = subprocess.run([sys.executable, "-c", code, *words], check=True, capture_output=True, text=True)
+    assert "rank 8" in process.stdout

@@ -1,19 +1,28 @@
-"""`patrickstar train --save-every … --resume …`, and `patrickstar export`, on models of a few thousand parameters."""
+"""`patrickstar train --save-every … --resume …`, and `patrickstar export`, on models of a few thousand parameters.
+
+Promises to a newcomer: runs that end in time, what they say meanwhile, and the precision that is chosen.
+"""
 
 import json
 import shutil
+import threading
 from functools import partial
 from pathlib import Path
 
 import pytest
+import rates
 import torch
-from command_line import CONFIG, SMALL, assert_refused, call, change_to, done, read_log
+from command_line import CONFIG, SMALL, assert_refused, assert_told, call, change_to, done, read_log
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import patrickstar as ps
+from patrickstar._checkpoint.metadata import precision_of
 from patrickstar._checkpoint.storage_reader import CheckpointReader
+from patrickstar._cli import early_checks
+from patrickstar._cli import train as train_command
+from patrickstar._cli.first_step_notice import NOTICE_S, FirstStepNotice
 
 ABOUT = {"step": 3, "lr": 0.01, "weight_decay": 0.01, "architecture": "A", "config": "{}"}
 ABOUT |= {"tokenizer": "{}", "trained": True}
@@ -155,3 +164,99 @@ def test_a_last_checkpoint_that_can_not_be_written_is_an_error(monkeypatch: pyte
     done = train("--save-every", 3, "--save-to", "kept")
     assert_refused(done, "the checkpoint after step 7, the last one, was not written")
     assert "tokens/s" in done.stdout
+
+
+# Limits of time, precisions and notices
+
+AT_ONCE = ("--minutes", "1e-6")
+"""A limit that has passed when the first step ends."""
+
+
+def summary(log: str) -> dict[str, object]:
+    return read_log("summary", log=log)[0]
+
+
+def test_a_run_that_is_out_of_time_ends_with_a_step_and_is_resumed_with_the_same_bits() -> None:
+    trained("--log", "whole.jsonl")
+    saves = ("--save-every", 5, "--save-to", "kept")
+    finished = trained("--log", "cut.jsonl", *saves, *AT_ONCE)
+    assert "1, ended by --minutes 1e-06 in " in finished.output
+    assert steps("cut.jsonl") == steps("whole.jsonl")[:1]
+    assert (summary("cut.jsonl")["steps"], summary("cut.jsonl")["minutes"]) == (1, 1e-6)
+    assert [path.name for path in Path("kept").iterdir()] == ["step-1"]  # between two that are due
+    trained("--log", "cut.jsonl", *saves, "--resume", "kept", *AT_ONCE)
+    assert steps("cut.jsonl") == steps("whole.jsonl")[:2]
+    finished = trained("--log", "cut.jsonl", *saves, "--resume", "kept", "--minutes", 60)
+    assert steps("cut.jsonl") == steps("whole.jsonl")
+    assert summary("cut.jsonl")["minutes"] is None and "ended by" not in finished.output
+    # The learning rate follows the steps, so that it does not depend on the time they take.
+    assert steps("cut.jsonl")[6]["learning_rate"] == pytest.approx(1e-2 * train_command.learning_rate_factor(6, 10, 7))
+
+
+def test_a_wrong_limit_is_told() -> None:
+    for given in ("0", "-1", "nan", "inf"):
+        assert_told(train("--minutes", given), f"--minutes {given} is not a positive number")
+    assert "--minutes" in train("--minutes", "soon").output
+
+
+def test_a_run_says_which_precision_it_chose_and_a_resumed_one_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rates.MEASURED, rates.fixed(bf16=0.7e9, fp32=58e9))
+    finished = train("--log", "whole.jsonl")
+    assert finished.output.count("precision: fp32, since a core computes") == 1
+    assert "0.70 GFLOPS in bf16 and at 58 GFLOPS in fp32" in finished.output
+    assert summary("whole.jsonl")["precision"] == "fp32"
+    trained("--log", "cut.jsonl", "--save-every", 3, *AT_ONCE)
+    assert precision_of(Path("runs/checkpoints/step-1")) == "fp32"
+
+    def never(*_: object) -> float:
+        raise AssertionError("measured")
+
+    monkeypatch.setattr(rates.MEASURED, never)
+    finished = trained("--log", "cut.jsonl", "--save-every", 3, "--resume", "runs/checkpoints")
+    assert steps("cut.jsonl") == steps("whole.jsonl")
+    assert "precision: fp32, since runs/checkpoints/step-1 was trained in it" in finished.output
+    assert summary("cut.jsonl")["precision"] == "fp32"
+
+
+def test_a_dry_run_says_which_precision_it_simulates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rates.MEASURED, rates.fixed(fp32=2e9))
+    assert "precision: fp32, since a core computes" in train("--dry-run").output
+    named = trained("--dry-run", "--machine", "8xV100-32GB")
+    assert "precision: fp16, since the spec of 8xV100-32GB" in named.output
+
+
+def test_a_preset_is_refused_early_only_if_no_precision_makes_it_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(early_checks.psutil, "virtual_memory", lambda: type("Memory", (), {"total": 1 << 30}))
+    budgets = ("--model", "gpt-12b", "--device-memory", "1GiB", "--host-memory", "1GiB")
+    assert "the layers of gpt-12b have" in train(*budgets).output
+
+
+def test_a_first_step_that_takes_long_is_explained_once() -> None:
+    said = threading.Event()
+    notice = FirstStepNotice(said.set, after_s=0.0)
+    notice.start()
+    assert said.wait(10)
+    notice.end()
+    said.clear()
+    notice = FirstStepNotice(said.set, after_s=3600.0)
+    notice.start()
+    notice.end()
+    assert not notice._timer.is_alive() or notice._timer.finished.is_set()
+    assert not said.is_set()
+
+
+@pytest.mark.parametrize(("asked", "tries"), [((), False), (("--precision", "bf16"), True)])
+def test_the_explanation_says_what_runs_and_what_to_try(monkeypatch, asked: tuple[str, ...], tries: bool) -> None:
+    texts: list[str] = []
+    progress = train_command.Progress
+
+    def noted(*arguments: object, notice: str, **options: object) -> object:
+        texts.append(notice)
+        return progress(*arguments, notice=notice, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(train_command, "Progress", noted)
+    finished = train(*asked, *AT_ONCE)
+    assert finished.exit_code == 0 and texts[0] not in finished.output
+    text = texts[0]
+    assert f"has taken {NOTICE_S:.0f} s" in text and "32 tokens through" in text and "in bf16 on cpu" in text
+    assert "--batch" in text and ("--precision auto" in text) is tries

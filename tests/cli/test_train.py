@@ -1,10 +1,11 @@
-"""`patrickstar train` from end to end, on models of a few thousand parameters."""
+"""`patrickstar train` from end to end, on models of a few thousand parameters; what it writes for TensorBoard."""
 
 import io
 import json
 import math
 import os
 import signal
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -15,15 +16,20 @@ import torch
 from command_line import SMALL, assert_refused, assert_told, read_log, train, trained
 from distributed import ranks
 from distributed.test_cli import main
+from event_files import FIELDS, expected_scalars, scalars_in
 from rich.console import Console
 from safetensors.torch import save_file
+from torch import nn
 
+import patrickstar as ps
 from patrickstar import StepStats
 from patrickstar._cli.progress import Progress
 from patrickstar._cli.time_limit import TimeLimit
 from patrickstar._cli.train import learning_rate_factor
 from patrickstar._engine.run_log import RunLog, StepRecord
 from patrickstar._models.model_source import find_model
+from patrickstar._report.run_file import read_run
+from patrickstar.errors import ConfigError
 
 RECORD = StepRecord(
     step=3, loss=2.5, learning_rate=1e-3, gradient_norm=1.0, tokens=512, elapsed_s=0.5, stats=StepStats(steps=1)
@@ -141,8 +147,9 @@ def test_a_local_folder_goes_on_from_its_weights() -> None:
     Path("folder").mkdir()
     Path("model.json").rename("folder/config.json")
     save_file(dict(model.named_parameters()), "folder/model.safetensors")
-    trained("--model", "folder", "--steps", 1, "--precision", "fp32")
+    result = trained("--model", "folder", "--steps", 1, "--precision", "fp32", "--quiet")
     assert losses()[0] == pytest.approx(math.log(300), rel=1e-6)
+    assert result.stdout.startswith("\nmachine"), "a quiet run leaves the summary"
 
 
 def test_a_loss_that_is_not_finite_ends_the_run() -> None:
@@ -150,10 +157,6 @@ def test_a_loss_that_is_not_finite_ends_the_run() -> None:
     assert_refused(result)
     assert result.stderr.startswith("error: the loss is nan in step 2; try a lower --lr than 1e+30")
     assert len(read_log()) == 1
-
-
-def test_quiet_leaves_the_summary() -> None:
-    assert trained("--steps", 1, "--quiet").stdout.startswith("\nmachine")
 
 
 def test_ctrl_c_ends_a_run_with_its_summary() -> None:
@@ -210,3 +213,72 @@ def test_progress_is_plain_lines_in_a_file_and_a_bar_in_a_terminal() -> None:
         with Progress(Console(file=out, force_terminal=terminal), 10, 2**30, TimeLimit(None), quiet=True) as progress:
             progress.show(RECORD)
         assert out.getvalue() == ""
+
+
+# TensorBoard
+
+WITHOUT = {tag for tag in FIELDS if tag.partition("/")[0] in ("disk", "collectives", "staleness")}
+"""Scalars that only some runs have."""
+
+
+def one_step(engine: ps.Engine) -> None:
+    engine.backward(engine(torch.ones(2, 8)).square().mean())
+    engine.optimizer.step()
+    engine.optimizer.zero_grad()
+
+
+def small_engine(**options: object) -> ps.Engine:
+    return ps.initialize(nn.Linear(8, 8), ps.Config(device="cpu", **options))[0]
+
+
+def test_values_are_those_of_the_log_and_a_resumed_run_continues_them() -> None:
+    words = ("--tensorboard", "events", "--save-to", "saved")
+    trained("--steps", 5, "--save-every", 3, *words)
+    found = scalars_in(Path("events"))
+    assert found == expected_scalars(read_run(Path("log.jsonl")), FIELDS.keys() - WITHOUT)
+    assert all(sorted(values) == [1, 2, 3, 4, 5] for values in found.values())
+    trained("--steps", 6, "--save-every", 3, "--resume", "saved/step-3", *words)
+    run, again = read_run(Path("log.jsonl")), scalars_in(Path("events"))
+    assert [step["step"] for step in run.steps] == [1, 2, 3, 4, 5, 6]
+    assert again == expected_scalars(run, FIELDS.keys() - WITHOUT)
+    assert len(list(Path("events").iterdir())) == 2
+
+
+def test_disk_and_staleness_have_scalars_where_there_are_such() -> None:
+    trained("--steps", 4, "--tensorboard", "events", "--disk", ".", "--delay-from", 2)
+    found = scalars_in(Path("events"))
+    tags = FIELDS.keys() - {tag for tag in FIELDS if tag.startswith("collectives/")}
+    assert found == expected_scalars(read_run(Path("log.jsonl")), tags)
+    assert found["staleness/mean_updates"][4] > 0
+
+
+def test_a_loop_with_neither_loss_nor_tokens() -> None:
+    """A recording without a log of JSON lines; the second one replaces the steps of the first."""
+    for steps in (3, 2):
+        with small_engine() as engine, engine.record(tensorboard="events"):
+            for _ in range(steps):
+                one_step(engine)
+    found = scalars_in(Path("events"))
+    assert not {"train/loss", "train/learning_rate", "train/gradient_norm", "train/tokens_per_s"} & found.keys()
+    assert list(found["time/step_s"]) == [1, 2]
+
+
+def test_a_run_that_fails_before_its_first_step_leaves_the_events_unchanged() -> None:
+    with small_engine() as engine, engine.record(tensorboard="events"):
+        one_step(engine)
+    before = scalars_in(Path("events"))
+    with small_engine() as engine, pytest.raises(RuntimeError), engine.record(tensorboard="events"):
+        raise RuntimeError
+    assert scalars_in(Path("events")) == before
+
+
+def test_events_that_can_not_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    with small_engine() as engine:
+        with pytest.raises(ConfigError, match=r"the log text.py for TensorBoard can't be written: File exists"):
+            engine.record(tensorboard="text.py")
+        monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
+        monkeypatch.setitem(sys.modules, "tensorboard", None)
+        with pytest.raises(ConfigError, match="pip install tensorboard"):
+            engine.record(tensorboard="events")
+    assert_refused(train("--tensorboard", "events"), "error: a log for TensorBoard needs its package")
+    assert not Path("events").exists() and not Path("log.jsonl").exists()

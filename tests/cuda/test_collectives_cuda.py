@@ -57,17 +57,24 @@ def test_a_gather_waits_for_computation_and_returns_all_shards(only, own_on_host
     own = values.cpu() if own_on_host else values
     busy()
     assert torch.equal(result(whole, collectives.all_gather(group, own, whole, CUTS)), values.cpu())
-
-
-def test_a_shard_is_sent(only):
-    collectives, group = only
-    whole, own = torch.zeros(NUMEL, dtype=torch.bfloat16, device=DEVICE), numbers().cpu()
-    assert torch.equal(result(whole, collectives.gather_to(group, own, whole, CUTS, [0])), own)
+    if own_on_host:
+        whole.zero_()
+        assert torch.equal(result(whole, collectives.gather_to(group, own, whole, CUTS, [0])), own)
+    else:
+        on_host, again = torch.zeros(NUMEL, dtype=torch.bfloat16), torch.zeros_like(whole)
+        collectives.all_gather(group, own, on_host, CUTS).wait()
+        assert torch.equal(on_host, own.cpu())
+        gathered = collectives.all_gather(group, on_host, again, CUTS, in_order=True)
+        assert torch.equal(result(again, gathered), own.cpu())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_reduction_in_place(only, dtype):
+def test_a_reduction_in_two_levels_and_one_in_place(only, dtype):
     collectives, group = only
+    whole, target = numbers(dtype), torch.zeros(NUMEL, dtype=dtype, device=DEVICE)
+    expected = whole.cpu()
+    transfer = collectives.hierarchical_reduce_scatter(Levels(group, group), whole, target, CUTS, [0], [0])
+    assert torch.equal(result(target, transfer), expected)
     whole = numbers(dtype)
     expected = 2 * whole.cpu()
     busy()
@@ -90,21 +97,3 @@ def test_a_process_without_gradients_adds_zeros(only):
     collectives, group = only
     target = torch.ones(NUMEL, dtype=torch.bfloat16, device=DEVICE)
     assert not result(target, collectives.reduce_scatter(group, None, target, CUTS, [])).any()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_reduction_in_two_levels(only, dtype):
-    collectives, group = only
-    whole, target = numbers(dtype), torch.zeros(NUMEL, dtype=dtype, device=DEVICE)
-    expected = whole.cpu()
-    transfer = collectives.hierarchical_reduce_scatter(Levels(group, group), whole, target, CUTS, [0], [0])
-    assert torch.equal(result(target, transfer), expected)
-
-
-def test_a_shard_on_the_host_is_gathered_there(only):
-    collectives, group = only
-    whole, own = torch.zeros(NUMEL, dtype=torch.bfloat16), numbers()
-    collectives.all_gather(group, own, whole, CUTS).wait()
-    assert torch.equal(whole, own.cpu())
-    again = torch.zeros(NUMEL, dtype=torch.bfloat16, device=DEVICE)
-    assert torch.equal(result(again, collectives.all_gather(group, whole, again, CUTS, in_order=True)), own.cpu())

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from cuda_cases import DEVICE, gpt, marks
+from gpu_stages.bits import updated
 from probes import model_data_of
 from torch import nn
 from toys import inputs, layers, mean_square, train
@@ -16,9 +17,7 @@ from patrickstar import testing
 from patrickstar._autograd.embedding_lookup import _rows_of_gradient
 from patrickstar._autograd.gradient_hooks import GradientHooks
 from patrickstar._engine.engine import Engine
-from patrickstar._kernels.adam import AdamRule
 from patrickstar._kernels.eager_backend import EagerBackend
-from patrickstar._kernels.update_rule import Gradient, Span
 from patrickstar.errors import ModelError
 
 pytestmark = marks
@@ -90,17 +89,7 @@ def test_updates_beside_backward(memory, precision):
 
 def test_the_eager_backend_has_the_same_bits_on_host_and_device():
     """PyTorch operators on the GPU and on the host, in particular division and square root."""
-    generator = torch.Generator().manual_seed(0)
-    numel = 100_003
-    grad = torch.randn(numel, generator=generator).bfloat16()
-    lists = [torch.randn(numel, generator=generator) for _ in range(2)] + [torch.rand(numel, generator=generator)]
-    rule = AdamRule(1e-3, 0.9, 0.999, 1e-8, 0.01, decoupled=True, step=3)
-    results = []
-    for device in ("cpu", DEVICE):
-        param = grad.to(device, copy=True)
-        master, *states = (values.to(device, copy=True) for values in lists)
-        EagerBackend().update([Span(param, Gradient(param), master, tuple(states), rule)], (0.5,))
-        results.append([values.cpu() for values in (param, master, *states)])
+    results = [updated(device, 100_003, EagerBackend().update) for device in (torch.device("cpu"), DEVICE)]
     testing.assert_same_bits(*results, "updated on the host and on the GPU")
 
 
@@ -194,6 +183,7 @@ def test_a_weight_with_a_hook_of_the_user_is_looked_up_on_the_device():
     engine.close()
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("tokens", [40, 3000, 9000], ids=str)
 @pytest.mark.parametrize("scale", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -9,6 +9,7 @@ import pytest
 import torch
 from cuda_cases import DEVICE, HAS_ACCELERATOR, ON_GPU, budget, held_bytes, inputs, layers, memory_limit, run_program
 from cuda_cases import marks as pytestmark  # noqa: F401 (marks of all tests here)
+from probes import PeakMeter
 from torch import nn
 from toys import train
 
@@ -16,7 +17,6 @@ import patrickstar as ps
 from patrickstar._engine.engine import Engine
 from patrickstar._hardware.accelerator import TorchDevice
 from patrickstar._hardware.cuda_accelerator import CudaAccelerator
-from patrickstar._hardware.memory_meter import DeviceMeter
 from patrickstar._hardware.workspaces import THREADS
 from patrickstar._tiers.hardware import Hardware
 from patrickstar._tiers.host_arena import HostArena
@@ -40,21 +40,6 @@ def _like_a_gpu():
         strict.configure()
         return
     yield
-
-
-class PeakMeter(DeviceMeter):
-    """Meter that records the peak over all resets."""
-
-    peak_bytes = 0
-
-    def note(self) -> int:
-        """Return the peak of allocated bytes so far."""
-        self.peak_bytes = max(self.peak_bytes, self._accelerator.peak_allocated_bytes)
-        return self.peak_bytes
-
-    def restart(self) -> None:
-        self.note()
-        super().restart()
 
 
 def accelerator() -> TorchDevice:
@@ -88,7 +73,8 @@ def test_the_allocator_stays_within_the_budget(size, count):
     assert engine.layout.model_data_bytes > size * MIB
     for batch in wide_inputs(4):
         train(engine, [batch])
-        assert meter.note() <= memory
+        meter.note()
+        assert meter.allocated <= memory
         limit = device.fragmentation.reserved_limit_bytes(memory)
         assert 0 < engine.stats.last.reserved_bytes <= limit
         assert limit == memory or limit <= memory + 64 * MIB

@@ -1,17 +1,15 @@
 """Device, host and disk with a GPU: copies on separate streams, staging buffers, the same bits."""
 
-import time
-
 import pytest
 import torch
 from cuda_cases import DEVICE, ON_GPU, budget, check_training, inputs, layers, make_engine, marks, plain_run
 from cuda_cases import run_program as run
+from gpu_stages.bits import DelayedHardware
 from toys import train
 
 import patrickstar as ps
 from patrickstar._schedule.prefetch import AggressivePrefetch, DemandFetch
 from patrickstar._tiers.chunk import Chunk
-from patrickstar._tiers.copy_streams import CopyStreams
 from patrickstar._tiers.hardware import Hardware
 from patrickstar._tiers.host_tier import HostTier
 from patrickstar.testing import assert_exact, assert_same_bits
@@ -38,35 +36,9 @@ def test_prefetched_chunks_give_the_same_bits(policy):
     assert check_training(CONFIG, "1536KiB", 6, prefetch_policy=policy).h2d_bytes > 0
 
 
-class LateCopies(CopyStreams):
-    """Copy streams whose copies start late."""
-
-    def up(self, chunk, urgent=False, after=None):
-        self._sleep(self.urgent_stream if urgent else self.up_stream)
-        return super().up(chunk, urgent, after)
-
-    def down(self, chunk):
-        self._sleep(self.down_stream)
-        return super().down(chunk)
-
-    def _sleep(self, stream) -> None:
-        if not ON_GPU:
-            time.sleep(1e-3)  # the strict device is late in any case
-            return
-        with self.accelerator.use(stream, after_current=False):
-            torch.cuda._sleep(CYCLES // 20)
-
-
-class LateHardware(Hardware):
-    """Hardware with late copies."""
-
-    def copies(self) -> CopyStreams:
-        return LateCopies(self.accelerator)
-
-
 def test_late_copies_change_nothing():
     """Also in planned steps, computation waits for copies, and evicted memory is not reused too early."""
-    hooks = {"hardware": LateHardware(CONFIG.find_device()), "prefetch_policy": AggressivePrefetch}
+    hooks = {"hardware": DelayedHardware(CONFIG.find_device()), "prefetch_policy": AggressivePrefetch}
     check_training(CONFIG, "1536KiB", 5, **hooks)
 
 
@@ -74,7 +46,7 @@ def test_an_engine_is_closed_with_copies_in_flight():
     config = CONFIG.model_copy(update={"precision": "fp32"})
     plain = plain_run(config, 3)
     config = config.model_copy(update={"device_memory": budget("3MiB", torch.float32)})
-    hooks = {"hardware": LateHardware(config.find_device()), "prefetch_policy": AggressivePrefetch}
+    hooks = {"hardware": DelayedHardware(config.find_device()), "prefetch_policy": AggressivePrefetch}
     engine = make_engine(layers, config, **hooks)
     results = train(engine, inputs(3))
     engine(*inputs(1)[0])

@@ -181,9 +181,15 @@ def test_layers_of_any_size_have_the_bits_of_plain_pytorch(precision):
 build = partial(layers, count=12, dropout=0.1)
 
 
-@pytest.mark.parametrize("wait", [True, False])
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize("tier", ["device", "host", "disk"])
+@pytest.mark.parametrize(
+    ("tier", "wait"),
+    [
+        *(("device", True), pytest.param("device", False, marks=pytest.mark.slow)),
+        *(pytest.param("host", True, marks=pytest.mark.slow), ("host", False)),
+        *(("disk", True), ("disk", False)),
+    ],
+)
 def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(tmp_path, tier, precision, wait):
     """The parameters take 1.5 MiB in 16 bits and the states 9 MiB, so that the smaller budgets hold no states."""
     options = dict(device=str(DEVICE), precision=precision, chunk_size="512KiB")

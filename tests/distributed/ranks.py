@@ -5,7 +5,6 @@ server), which saves three seconds of imports per rank.
 """
 
 import atexit
-import gc
 import json
 import multiprocessing
 import os
@@ -19,10 +18,12 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, wraps
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import IO, Any
 
+import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -42,8 +43,9 @@ PRELOADED = [
     "patrickstar._cli.train",
     "patrickstar.integrations.transformers",
     "torch.distributed.tensor.parallel",
-    "transformers.optimization",
+    "transformers.trainer",
     *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "mixtral", "qwen2_moe", "qwen3")),
+    "distributed.preloaded",
 ]
 
 
@@ -99,6 +101,9 @@ def fork_server() -> Any:
     """Return the `multiprocessing` context of this process's fork server."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(TESTS))
+        forkserver.ensure_running()
     return context
 
 
@@ -117,7 +122,6 @@ class ForkedRank(ForkServerProcess):
 
 def _run_forked(module: str, name: str, options: str, env: dict[str, str], path: list[str], log: str) -> None:
     """Run one rank in a child of the fork server, as a new interpreter would, and end the process."""
-    gc.freeze()  # what the server imported is not searched for garbage
     os.environ.clear()
     os.environ.update(env)
     sys.path[:] = path
@@ -250,6 +254,15 @@ def in_processes(size: int | None = None) -> Callable[[Callable[..., None]], Cal
 def check_ended(ended: Sequence[Ended], codes: Sequence[int]) -> None:
     """Assert the exit codes."""
     assert [result.code for result in ended] == list(codes), "\n".join(result.text[-3000:] for result in ended)
+
+
+def end(
+    size: int, function: Callable[..., None], codes: Sequence[int], options: dict[str, Any] | None = None, **more: Any
+) -> list[Ended]:
+    """Start processes as `start` does, and assert the exit codes with which they end."""
+    ended = wait(start(size, function, options, **more))
+    check_ended(ended, codes)
+    return ended
 
 
 def die() -> None:

@@ -1,20 +1,29 @@
-"""Dry runs of several processes equal real ones: same accesses, same bytes on every tier and between processes."""
+"""Dry runs of several processes equal real ones: same accesses, same bytes on every tier and between processes.
+
+Processes choose one precision, whatever each of them would measure.
+"""
 
 import random
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import pytest
+import rates
+import torch
 import torch.distributed as dist
 from laws.models import config, smallest_device_bytes
 from laws.test_dry_run import LAPTOP
 from sampling import nightly
-from toys import batches
+from toys import batches, layers
 
+import patrickstar as ps
 from patrickstar import testing
 from patrickstar._distributed.gloo_collectives import GlooCollectives
 from patrickstar._distributed.process_group import World
+from patrickstar._dry_run.precision_choice import settle_precision
 from patrickstar._dry_run.simulation import simulate
 from patrickstar._engine.engine import Engine
+from patrickstar.errors import ConfigError
 
 from . import ranks
 from .test_exactness import CPU, mesh_of, random_shape
@@ -101,3 +110,21 @@ def test_bytes_equal_those_of_a_run(replicas, at_once):
 @pytest.mark.parametrize(("size", "replicas"), [(2, 1), (2, 2), (4, 1), (4, 2), (4, 4)])
 def test_many_more_cases(size, replicas, at_once):
     ranks.run(size, compare, seeds=list(range(1000, 1030)), replicas=replicas, at_once=at_once)
+
+
+@ranks.in_processes(2)
+def test_two_processes_choose_one_precision():
+    world = World.find(CPU)
+    with pytest.MonkeyPatch.context() as patch:
+        # Rank 0 finds fp32 faster; the other one does not measure, since it would take the cores of rank 0.
+        patch.setattr(rates.MEASURED, rates.fixed(fp32=2e9) if dist.get_rank() == 0 else None)
+        with ps.initialize(layers(8, 2), ps.Config(device="cpu")) as (engine, _):
+            assert engine.config.precision == "fp32"
+        # Of different GPUs each counts: all have to have bf16.
+        gpu = SimpleNamespace(name="GPU", has_bf16=dist.get_rank() == 0)
+        patch.setattr("patrickstar._tiers.hardware.Hardware.new_accelerator", lambda device: gpu)
+        settled = settle_precision(ps.Config(), layers(8, 1), torch.device("cuda", 0), world)
+        assert settled.precision == "fp16"
+    asked = ps.Config(device="cpu", precision="auto" if dist.get_rank() == 0 else "bf16")
+    with pytest.raises(ConfigError, match="processes differ in precision: rank 0 has 'auto', rank 1 has 'bf16'"):
+        ps.initialize(layers(8, 2), asked)

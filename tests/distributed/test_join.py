@@ -168,8 +168,7 @@ def leave_open() -> None:
 
 def test_a_finished_script_ends_with_code_0():
     # One is a new interpreter, since forked ranks do not end as a script does.
-    processes = ranks.start(2, leave_open, interpreters=1)
-    ranks.check_ended(ranks.wait(processes), [0, 0])
+    ranks.end(2, leave_open, [0, 0], interpreters=1)
 
 
 def connect_to_a_process_that_ended() -> None:
@@ -191,5 +190,4 @@ def connect_to_a_process_that_ended() -> None:
 
 def test_a_process_ends_before_the_others_connect():
     with agent_store() as port:
-        processes = ranks.start(1, connect_to_a_process_that_ended, env=[environment(0, 2)], port=port)
-        ranks.check_ended(ranks.wait(processes), [0])
+        ranks.end(1, connect_to_a_process_that_ended, [0], env=[environment(0, 2)], port=port)

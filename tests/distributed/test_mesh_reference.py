@@ -16,7 +16,7 @@ from patrickstar.integrations.transformers import parallelize
 
 from . import ranks
 from .mesh_models import CHECKPOINTING, MODELS, Batch, batch
-from .mesh_reference import MeshTrainer, gathered
+from .reference import MeshTrainer, gathered
 
 # `eps` is large, so that a gradient that is zero but for rounding makes no step.
 OPTIMIZER = ps.AdamW(lr=1e-2, eps=1e-3, weight_decay=0.1)

@@ -32,9 +32,10 @@ def folder(tmp_path, monkeypatch):
     """Run a page in a temporary directory."""
     monkeypatch.chdir(tmp_path)
     if not nightly():
-        monkeypatch.setattr("patrickstar._plan.planner.BATCHES", (4, 16))  # of 8: plans search all
-        few = partial(search.largest_batch, below=8)  # each batch is traced, and that of a tiny model is a million
+        monkeypatch.setattr("patrickstar._plan.planner.BATCHES", (4,))  # of 8: plans search all
+        few = partial(search.largest_batch, below=3)  # each batch is traced, and that of a tiny model is a million
         monkeypatch.setattr(search, "largest_batch", few)
+        monkeypatch.setattr("patrickstar._dry_run.host_costs.LAYERS", 5)
     gc.collect()  # tensors of other tests would count, and budgets of pages are small
     return tmp_path
 

@@ -18,29 +18,18 @@ END = "\x1eend of the block\x1e"
 WITH_CODE = [page for page in PAGES if any(block.language == "python" and not block.not_run for block in blocks(page))]
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TWO_PROCESSES = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
-COMMANDS: dict[str, tuple[str, ...]] = {
-    "accelerate_loop": ("--steps", "4"),
-    "dpo": ("--steps", "2"),
-    "experts": ("--steps", "3"),
-    "larger_than_budget": (),
-    "lightning_fit": ("--steps", "4"),
-    "ray_train": ("--steps", "4"),
-    "restart": (),
-    "trainer": ("--steps", "4"),
-}
-"""Arguments of each example, for fewer steps than its own."""
-PROCESSES = {"experts": 4, "restart": 2}
 PRINTED = {
-    "accelerate_loop": "peak of model data",
-    "dpo": "parameters of the reference model in chunks",
-    "experts": "step 3: loss",
-    "larger_than_budget": "of model data, ",
-    "lightning_fit": "peak of model data",
-    "ray_train": "parameters ",
-    "restart": "finished, parameters",
-    "trainer": "peak of model data",
+    "accelerate_loop": ("--steps 4", "peak of model data"),
+    "dpo": ("--steps 2", "parameters of the reference model in chunks"),
+    "experts": ("--steps 3", "step 3: loss"),
+    "larger_than_budget": ("", "of model data, "),
+    "lightning_fit": ("--steps 4", "peak of model data"),
+    "ray_train": ("--steps 4", "parameters "),
+    "restart": ("", "finished, parameters"),
+    "trainer": ("--steps 4", "peak of model data"),
 }
-"""A part of what each example prints at its end."""
+"""Options of each example, for fewer steps than its own, and a part of what it prints at its end."""
+PROCESSES = {"experts": 4, "restart": 2}
 
 
 def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -87,9 +76,10 @@ def test_an_example_runs_as_a_script(name: str, tmp_path: Path) -> None:
     if name == "ray_train":
         pytest.importorskip("ray", reason="ray is not installed: pip install '.[ray]'")
     launcher = (*TWO_PROCESSES, str(PROCESSES[name])) if name in PROCESSES else ()
-    ended = run(tmp_path, *launcher, str(EXAMPLES / f"{name}.py"), *COMMANDS[name])
+    options, printed = PRINTED[name]
+    ended = run(tmp_path, *launcher, str(EXAMPLES / f"{name}.py"), *options.split())
     assert_ended_well(ended)
-    assert PRINTED[name] in ended.stdout
+    assert printed in ended.stdout
 
 
 def test_outputs_that_differ_are_found(tmp_path: Path) -> None:

@@ -48,10 +48,8 @@ def _(trainer):
 
 @after_backward("p.grad.norm(), p.grad.abs().max(), p.grad.isnan().any()")
 def _(trainer):
-    seen = [
-        f(p.grad) for p in params(trainer) for f in (torch.norm, lambda g: g.abs().max(), lambda g: g.isnan().any())
-    ]
-    return seen
+    measures = (torch.norm, lambda g: g.abs().max(), lambda g: g.isnan().any())
+    return [measure(p.grad) for p in params(trainer) for measure in measures]
 
 
 after_backward("p.grad.detach().cpu().numpy()")(

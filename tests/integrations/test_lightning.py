@@ -1,4 +1,4 @@
-"""Lightning's Trainer with the engine as strategy: results equal those of its own strategy."""
+"""Lightning's Trainer with the engine as strategy: results equal those of its own strategy, with an engine, too."""
 
 import copy
 from typing import Any
@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import patrickstar as ps
 from patrickstar.errors import BudgetError, CheckpointError, ConfigError, TrainingError
 from patrickstar.integrations.lightning import PatrickStarStrategy, StoredWeights
 from patrickstar.testing import assert_same_bits
@@ -270,3 +271,41 @@ def test_mistakes(tmp_path):
     (tmp_path / "empty.ckpt").mkdir()
     with pytest.raises(CheckpointError, match="is no checkpoint of this strategy"):
         trainer(PatrickStarStrategy(), tmp_path).fit(Net(), loader(), ckpt_path=str(tmp_path / "empty.ckpt"))
+
+
+class Untouched(lightning.LightningModule):
+    """Module of Lightning's own strategy, which knows nothing of the engine that trains its layers."""
+
+    def __init__(self, precision: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 1))
+        self.config = ps.Config(device="cpu", precision=precision, optimizer=ps.AdamW(lr=1e-2))
+
+    @property
+    def engine(self) -> ps.Engine:
+        return self.__dict__["made"]
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.engine(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        self.__dict__["made"], optimizer = ps.initialize(self.layers, self.config)
+        return optimizer
+
+
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
+def test_lightning_resumes_exactly(precision, tmp_path):
+    inputs = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0))
+    data = DataLoader(inputs, batch_size=None)
+    whole, first, second = (Untouched(precision) for _ in range(3))
+    trainer("auto", tmp_path, max_epochs=3).fit(whole, data)
+    stopped = trainer("auto", tmp_path)
+    stopped.fit(first, data)
+    stopped.save_checkpoint(tmp_path / "one.ckpt")
+    trainer("auto", tmp_path, max_epochs=3).fit(second, data, ckpt_path=tmp_path / "one.ckpt", weights_only=False)
+    states = [
+        model.engine.state_dict() | {"moments": model.engine.optimizer.state_dict()["state"][0]["exp_avg"]}
+        for model in (whole, second)
+    ]
+    assert_same_bits(*states, "the resumed run")

@@ -1,18 +1,24 @@
-"""PEFT adapters: the base model is frozen in 16 bits; adapters are trained and saved in full precision."""
+"""PEFT adapters: the base model is frozen in 16 bits; adapters are trained and saved in full precision.
+
+Savers of transformers and PEFT with managed models: full precision, or a refusal.
+"""
+
+import json
 
 import peft
 import pytest
 import torch
 import transformers
+from transformers import GPT2LMHeadModel
 
 import patrickstar as ps
 from patrickstar import testing
 from patrickstar._checkpoint.storage_reader import CheckpointReader
-from patrickstar.errors import TrainingError
+from patrickstar.errors import ModelError, TrainingError
 from patrickstar.integrations.transformers._saved_weights import adapter_names
 from patrickstar.testing import assert_same_bits
 
-from .test_trainer_resume import StopAfter, finish_the_same
+from .test_trainer_runs import StopAfter, finish_the_same
 from .trainers import ADAMW, PEFT_WARNINGS, Stressed, close, create, gpt2, same, texts, trained, weights
 
 pytestmark = PEFT_WARNINGS
@@ -193,3 +199,59 @@ def test_adalora_reallocates_ranks_with_copies_of_the_gradients_and_refuses_with
     ranks = [each.peft_config["default"].rank_pattern for each in (plain, model)]
     assert ranks[0] == ranks[1]
     engine.close()
+
+
+# Savers
+
+
+def engine_of(build, precision: str) -> ps.Engine:
+    torch.manual_seed(0)
+    engine, optimizer = ps.initialize(build, ps.Config(device="cpu", optimizer=ps.AdamW(lr=1e-2), precision=precision))
+    ids = torch.arange(12).view(2, 6)
+    for _ in range(2):
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        optimizer.step()
+    return engine
+
+
+@pytest.mark.parametrize("shard", ["5GB", "20KB"])
+def test_save_pretrained_of_the_module(shard, tmp_path):
+    engine = engine_of(gpt2, "bf16")
+    engine.module.save_pretrained(tmp_path, max_shard_size=shard)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1 or shard == "5GB"
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "float32"
+    loaded = GPT2LMHeadModel.from_pretrained(tmp_path)
+    assert_same_bits(engine.state_dict(), dict(loaded.state_dict()), "the loaded model")
+    engine.close()
+    engine.module.save_pretrained(tmp_path / "closed")
+    assert_same_bits(dict(loaded.state_dict()), dict(engine.module.state_dict()), "the closed engine's model")
+
+
+def test_a_state_dict_of_the_caller_keeps_its_dtype(tmp_path):
+    engine = engine_of(gpt2, "bf16")
+    state = {name: value.bfloat16() for name, value in engine.module.state_dict().items()}
+    engine.module.save_pretrained(tmp_path, state_dict=state)
+    assert GPT2LMHeadModel.from_pretrained(tmp_path).dtype == torch.bfloat16
+
+
+def test_generation_has_the_bits_of_the_plain_model():
+    engine = engine_of(gpt2, "fp32")
+    ids, options = torch.arange(4)[None], {"max_new_tokens": 5, "do_sample": False}
+    found = [engine.generate(ids, **options), engine.module.generate(ids, **options)]
+    engine.close()
+    assert_same_bits([engine.module.generate(ids, **options)] * 2, found, "tokens")
+
+
+def test_adapters_are_refused_by_the_engines_method(tmp_path):
+    with pytest.raises(ModelError, match=r"PeftModel\w* has PEFT adapters.*engine\.module\.save_pretrained"):
+        engine_of(adapted, "bf16").save_pretrained(tmp_path / "engine")
+
+
+def test_a_merged_model_loads_in_transformers(tmp_path):
+    engine = engine_of(adapted, "fp32")
+    engine.close()
+    merged = engine.module.merge_and_unload()
+    merged.save_pretrained(tmp_path)
+    assert_same_bits(
+        dict(merged.state_dict()), dict(GPT2LMHeadModel.from_pretrained(tmp_path).state_dict()), "the merged model"
+    )

@@ -20,7 +20,7 @@ ROOM = 200 << 20
 
 def gpt():
     ends = {"bos_token_id": 0, "eos_token_id": 0}
-    config = GPT2Config(n_layer=3, n_embd=128, n_head=2, vocab_size=2048, use_cache=False, **ends)
+    config = GPT2Config(n_layer=2, n_embd=128, n_head=2, vocab_size=2048, use_cache=False, **ends)
     return GPT2LMHeadModel(config).train()
 
 
@@ -71,7 +71,7 @@ def settings_of(message):
 LESS = {
     "device": {},
     "activations": {"device_memory": 12 << 20},
-    "host": {"device_memory": 8 << 20, "host_memory": 13 << 20},
+    "host": {"device_memory": 8 << 20, "host_memory": 9 << 20},
 }
 
 

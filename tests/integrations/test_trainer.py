@@ -212,21 +212,10 @@ def test_fp16_overflow_skips_the_step(tmp_path):
     assert seen == [(0.0, 1)] * 3
 
 
-def test_transformers_loads_the_saved_model(tmp_path):
-    trainer = create(Stressed, tmp_path, bf16=True, max_steps=2)
-    trainer.train()
-    trainer.save_model()
-    loaded = GPT2LMHeadModel.from_pretrained(tmp_path, dtype=torch.float32)
-    assert_same_bits(weights(trainer), loaded.state_dict(), "the loaded model")
-
-
-@pytest.mark.parametrize("name", ["torch_compile", "bf16_full_eval", "save_on_each_node"])
-def test_unsupported_arguments_are_rejected_by_name(tmp_path, name):
-    with pytest.raises(ConfigError, match=name):
-        Trainer(gpt2(), trainers.arguments(tmp_path, **{name: True}), train_dataset=texts())
-
-
-def test_config_must_not_contradict_the_arguments(tmp_path):
+def test_unsupported_arguments_are_rejected_by_name_and_config_must_not_contradict_them(tmp_path):
+    for name in ("torch_compile", "bf16_full_eval", "save_on_each_node"):
+        with pytest.raises(ConfigError, match=name):
+            Trainer(gpt2(), trainers.arguments(tmp_path, **{name: True}), train_dataset=texts())
     args = trainers.arguments(tmp_path, bf16=True)
     precision = r"bf16, and ps\.Config selects fp32.*leave precision out"
     for config, message in (({"precision": "fp32"}, precision), ({"device": "cuda"}, "leave device out")):
@@ -269,14 +258,17 @@ def test_seq2seq_trainer_on_the_engine(tmp_path):
 
 
 def test_model_remains_usable_after_the_trainer(tmp_path):
-    """Deleting the Trainer closes the engine; the model is then an ordinary one in full precision."""
+    """Deleting the Trainer closes the engine; the model is then an ordinary one in full precision, as it was saved."""
     model = gpt2()
     trainer = create(Stressed, tmp_path, model, bf16=True, max_steps=1)
     trainer.train()
+    trainer.save_model()
     state = weights(trainer)
     del trainer
     gc.collect()
     assert_same_bits(state, model.state_dict(), "parameters")
+    loaded = GPT2LMHeadModel.from_pretrained(tmp_path, dtype=torch.float32)
+    assert_same_bits(state, loaded.state_dict(), "the loaded model")
 
 
 def test_frozen_model_is_evaluated_without_optimizer_states(tmp_path):

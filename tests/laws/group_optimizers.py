@@ -155,5 +155,5 @@ def train(trainer, optimizer, steps=range(12), accumulation=1, update=False):
         optimizer.zero_grad()
         optimizer.param_groups[step % 2]["lr"] *= 0.9
         for group in optimizer.param_groups:
-            results += [torch.as_tensor(group[key]).clone() for key in ("lr", "step", "d") if key in group]
+            results += [torch.as_tensor(group[key]).clone() for key in ("lr", "step", "d", "total") if key in group]
     return results

@@ -1,5 +1,6 @@
 """Descriptions of random models, configurations and meters for the tests of the invariants ("laws")."""
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -32,6 +33,18 @@ def config(precision: str, chunk_size: int | str, **more: Any) -> ps.Config:
     return ps.Config(device="cpu", precision=precision, chunk_size=chunk_size, optimizer=optimizer, **more)
 
 
+class Fixed(testing.NoMeter):
+    """Meter of a given amount of non-model data."""
+
+    def __init__(self, nbytes: int = 0) -> None:
+        self.nbytes = nbytes
+
+    def now(self, chunk_bytes: int) -> int:
+        return self.nbytes
+
+    peak = now
+
+
 class Waves(testing.NoMeter):
     """Meter that reports varying non-model data, of at most `peak_bytes` (current amount plus growth)."""
 
@@ -49,13 +62,17 @@ class Waves(testing.NoMeter):
         return self.now(chunk_bytes)
 
 
+def largest_access(build: Any, options: ps.Config, run: Callable[[Engine], Any]) -> int:
+    """Return the bytes of chunks that the largest operator of a run accesses together."""
+    with Engine(build, options, meter=testing.NoMeter()) as engine:
+        sizes = record_accesses(engine)
+        run(engine)
+    return max(sizes, default=0)
+
+
 def smallest_device_bytes(shape: Shape, chunk_size: int | str, precision: str) -> int:
     """Return the bytes of chunks that the largest operator accesses together, measured in one step."""
-    engine = Engine(shape.build, config(precision, chunk_size), meter=Waves(0))
-    sizes = record_accesses(engine)
-    train(engine, batches(1))
-    engine.close()
-    return max(sizes, default=0)
+    return largest_access(shape.build, config(precision, chunk_size), lambda engine: train(engine, batches(1)))
 
 
 def check_alignment(engine: Engine) -> set[tuple[str, str]]:

@@ -3,14 +3,13 @@
 import gc
 from dataclasses import dataclass
 
-import peft
 import pytest
-import torch
+from adapter_plans import DTYPES, sample, with_adapters
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling import nightly
 from torch import nn
-from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig
 from transformers.utils import logging
 
 import patrickstar as ps
@@ -21,7 +20,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning"),
 ]
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+VOCABULARY = 320
 BYTES = ("device_peak_model_bytes", "device_peak_non_model_bytes", "host_peak_model_bytes", "disk_bytes")
 TRANSFERS = ("h2d_bytes", "d2h_bytes")
 AMPLE_BYTES = 1 << 28
@@ -48,9 +47,9 @@ class Draw:
     room: float | None
     disk: bool
 
-    def config(self) -> LlamaConfig:
-        return LlamaConfig(
-            vocab_size=320,
+    def build(self) -> nn.Module:
+        config = LlamaConfig(
+            vocab_size=VOCABULARY,
             hidden_size=self.width,
             intermediate_size=self.ffn,
             num_hidden_layers=self.layers,
@@ -60,19 +59,7 @@ class Draw:
             tie_word_embeddings=self.tied,
             use_cache=False,
         )
-
-    def build(self, folder) -> nn.Module:
-        """Return the model as a user builds it: with peft, and loaded in 4 bits by transformers."""
-        torch.manual_seed(0)
-        dtype, base = DTYPES[self.precision], LlamaForCausalLM(self.config())
-        if self.quantized:
-            base.save_pretrained(folder)
-            in_4bit = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
-            base = LlamaForCausalLM.from_pretrained(
-                folder, dtype=dtype, quantization_config=in_4bit, device_map={"": "cpu"}
-            )
-        adapters = peft.LoraConfig(r=self.rank, target_modules="all-linear", task_type="CAUSAL_LM")
-        return peft.get_peft_model(base.to(dtype) if not self.quantized else base, adapters).train()
+        return with_adapters(config, self.precision, self.rank, self.quantized)
 
     def memory(self, model: nn.Module) -> int:
         """Return the bytes of the computer's memory; of its device budget, activations take some."""
@@ -81,10 +68,6 @@ class Draw:
         states = 12 * sum(param.numel() for param in model.parameters() if param.requires_grad)
         activations = 64 * self.batch * self.sequence * (2 * self.width + self.ffn)
         return int(self.room * (sum(param.nbytes for param in model.parameters()) + states + activations))
-
-    def sample(self) -> dict[str, torch.Tensor]:
-        ids = torch.arange(self.batch * self.sequence).view(self.batch, self.sequence) % 320
-        return {"input_ids": ids, "labels": ids.clone()}
 
 
 settled = st.builds(
@@ -104,27 +87,17 @@ settled = st.builds(
 )
 
 
-def computer(memory: int, disk: bool) -> Machine:
-    """Return a machine that is this one, with less memory and with rates that do not matter."""
-    return Machine(
+def planned(model: object, draw: Draw, memory: int, **options) -> ps.Plan:
+    """Plan for a machine that is this one, with less memory and with rates that do not matter."""
+    machine = Machine(
         name="a small computer",
         source="a test",
         host=Host(memory=memory, memory_bandwidth=2e10, cores=2, matmul_tflops=0.1, fp32_tflops=0.1),
-        disk=DiskDrive(capacity=1 << 34, read=1e9, write=1e9) if disk else None,
+        disk=DiskDrive(capacity=1 << 34, read=1e9, write=1e9) if draw.disk else None,
         measured=True,
     )
-
-
-def planned(model: object, draw: Draw, memory: int, **options) -> ps.Plan:
-    machine = computer(memory, draw.disk)
-    return ps.plan(
-        model,
-        machine=machine,
-        batch=draw.batch,
-        activation_checkpointing=draw.checkpointing,
-        precision=draw.precision,
-        **options,
-    )
+    options |= {"batch": draw.batch, "activation_checkpointing": draw.checkpointing, "precision": draw.precision}
+    return ps.plan(model, machine=machine, **options)
 
 
 def run(model: nn.Module, draw: Draw, report, folder) -> tuple[ps.StepStats, int, int]:
@@ -143,7 +116,7 @@ def run(model: nn.Module, draw: Draw, report, folder) -> tuple[ps.StepStats, int
         moved: list[tuple[int, ...]] = []
         while len(moved) < STEPS or moved[-1] != moved[-2]:
             assert len(moved) < MOST_STEPS, moved
-            batch = draw.sample()  # a data loader delivers new tensors at each step
+            batch = sample(draw.batch, draw.sequence, VOCABULARY)  # a data loader delivers new tensors at each step
             engine.backward(engine(**batch).loss)
             engine.optimizer.step()
             engine.optimizer.zero_grad()
@@ -163,13 +136,12 @@ def _no_avx512_kernels(monkeypatch):
 @settings(max_examples=20 if nightly() else 1, deadline=None, print_blob=True)
 @given(settled)
 def test_a_plan_of_adapters_has_the_bytes_of_a_run(tmp_path_factory, draw):
-    folder = tmp_path_factory.mktemp("base")
-    model, sample = draw.build(folder), draw.sample()
+    model, batch = draw.build(), sample(draw.batch, draw.sequence, VOCABULARY)
     try:
-        plan = planned(model, draw, draw.memory(model), sample=sample)
+        plan = planned(model, draw, draw.memory(model), sample=batch)
     except BudgetError:
-        plan = planned(model, draw, AMPLE_BYTES, sample=sample)
-    last, chunks, padding = run(model, draw, plan.dry_run, folder)
+        plan = planned(model, draw, AMPLE_BYTES, sample=batch)
+    last, chunks, padding = run(model, draw, plan.dry_run, tmp_path_factory.mktemp("disk"))
     assert plan.best.model_data_bytes == chunks - padding
     for name in BYTES + (() if draw.disk else TRANSFERS):
         assert getattr(plan.dry_run.stats, name) == getattr(last, name), name

@@ -27,7 +27,7 @@ from patrickstar._tiers.host_tier import HostTier
 from patrickstar.errors import BudgetError
 from patrickstar.testing import NoMeter, ReferenceTrainer, assert_same_bits
 
-from .models import Waves, check_real_bytes, chunk_sizes, config, precisions, shapes, smallest_device_bytes
+from .models import Fixed, Waves, check_real_bytes, chunk_sizes, config, precisions, shapes, smallest_device_bytes
 from .tiers import run_elsewhere
 
 
@@ -89,8 +89,8 @@ def test_both_budgets_hold_at_every_moment(shape, chunk_size, precision, spare_b
 def check_measured_process():
     """Train with the real meter and model data of four times the device budget."""
     core.ChunkManager = Watched
-    width, budget = 1024, parse_size("40MiB")
-    config = ps.Config(device="cpu", precision="fp32", device_memory=budget, chunk_size="4MiB")
+    width, budget = 512, parse_size("10MiB")
+    config = ps.Config(device="cpu", precision="fp32", device_memory=budget, chunk_size="1MiB")
     engine, _ = ps.initialize(partial(layers, width, 12), config)
     assert engine.layout.model_data_bytes > 4 * budget
     for batch in inputs(3, width, rows=8):
@@ -123,32 +123,21 @@ def test_the_smallest_budgets_named_do_work(shape, chunk_size, precision, share)
 
 
 def test_non_model_data_larger_than_the_budget_is_an_error_that_names_it():
-    class Grown(NoMeter):
-        def now(self, chunk_bytes):
-            return 20000
-
-    engine = Engine(Shape(("mlp",)).build, config("bf16", 256, device_memory=8192), meter=Grown())
+    engine = Engine(Shape(("mlp",)).build, config("bf16", 256, device_memory=8192), meter=Fixed(20000))
     with pytest.raises(BudgetError, match=r"budget of 8192 bytes holds \d+ bytes of non-model data.*[Rr]aise"):
         train(engine, batches(2))
 
 
-def test_one_budget_that_leaves_nothing_for_the_other_is_refused(ram):
+def test_budgets_beyond_the_memory_of_the_machine(monkeypatch):
+    """One that leaves nothing for the other is refused, two that together exceed it are warned of."""
+    set_ram(monkeypatch, 1 << 30)
     for large, missing in (("host_memory", "device_memory"), ("device_memory", "host_memory")):
         expected = rf"{large} is \d+ bytes \(1000.00 GiB\), .* nothing is left for {missing}"
         with pytest.raises(BudgetError, match=expected):
             ps.initialize(lambda: layers(4, 1), ps.Config(device="cpu", **{large: "1000GiB"}))
-
-
-def test_budgets_beyond_the_memory_of_the_machine_are_warned_of(ram):
     options = ps.Config(device="cpu", device_memory="600MiB", host_memory="600MiB")
     with pytest.warns(UserWarning, match=r"together may take \d+ bytes \(1.17 GiB\), and \d+ bytes \(1.00 GiB\)"):
         ps.initialize(lambda: layers(4, 1), options)[0].close()
-
-
-@pytest.fixture
-def ram(monkeypatch):
-    """A machine with 1 GiB of memory available."""
-    set_ram(monkeypatch, 1 << 30)
 
 
 # Device memory used by libraries is counted before training and during training
@@ -157,15 +146,6 @@ def ram(monkeypatch):
 WIDTH = 64
 LIBRARY_BYTES = 1 << 20
 CHUNK_BYTES = 2 * WIDTH * (WIDTH + 1)
-
-
-class Libraries(NoMeter):
-    """Meter that reports only the memory of libraries."""
-
-    def now(self, chunk_bytes: int) -> int:
-        return LIBRARY_BYTES
-
-    peak = now
 
 
 class WithLibraries(Hardware):
@@ -183,7 +163,7 @@ build = partial(layers, WIDTH, 6)
 
 def engine(**options) -> Engine:
     config = ps.Config(device="cpu", **{"chunk_size": CHUNK_BYTES} | options)
-    return Engine(build, config, hardware=WithLibraries(), meter=Libraries(), poison=True)
+    return Engine(build, config, hardware=WithLibraries(), meter=Fixed(LIBRARY_BYTES), poison=True)
 
 
 def train_watched(made: Engine) -> None:
@@ -219,12 +199,9 @@ def test_the_pair_of_budgets_in_the_error_works(device_bytes, host_bytes, disk, 
         train_watched(made)
 
 
-def test_the_chunk_size_fits_the_memory_left_by_libraries():
+def test_the_chunk_size_fits_the_memory_left_by_libraries_if_a_meter_reports_them():
     with engine(chunk_size="auto", device_memory=LIBRARY_BYTES + 40_000, host_memory="1GiB") as made:
         assert max(chunk.compute_bytes for chunk in made.layout.chunks) <= 40_000 // 4
-
-
-def test_a_meter_that_reports_nothing_reports_no_libraries():
     config = ps.Config(device="cpu", chunk_size=CHUNK_BYTES, device_memory="64KiB", host_memory="1GiB")
     Engine(build, config, hardware=WithLibraries(), meter=NoMeter()).close()
 
@@ -270,8 +247,14 @@ def train_lengths(trainer, lengths):
         trainer.optimizer.zero_grad()
 
 
-def run(lengths, planned, device_memory):
+@pytest.mark.parametrize("planned", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [16, pytest.param(64, marks=pytest.mark.slow)])
+def test_many_lengths(count, planned):
     """Train in a budget that does not hold all parameters beside the longest batch; compare with plain PyTorch."""
+    choice, lengths = random.Random(count), [*range(8, 8 + count)]
+    lengths += lengths if count == 16 else [choice.randrange(8, 72) for _ in range(436)]
+    choice.shuffle(lengths)
+    device_memory = "1600KiB" if count == 16 else "4MiB"
     config = ps.Config(device="cpu", precision="fp32", device_memory=device_memory, host_memory="16MiB")
     engine, _ = ps.initialize(llama, config, sample=batch(max(lengths), 0))
     if planned:
@@ -280,12 +263,3 @@ def run(lengths, planned, device_memory):
     train_lengths(reference := ReferenceTrainer(llama, config), lengths)
     assert_same_bits(reference.state_dict(), engine.state_dict(), "parameters")
     assert engine.stats.total.evictions > 0, "the budget holds everything, so that nothing was tested"
-
-
-@pytest.mark.parametrize("planned", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("count", [16, pytest.param(64, marks=pytest.mark.slow)])
-def test_many_lengths(count, planned):
-    choice, lengths = random.Random(count), [*range(8, 8 + count)]
-    lengths += lengths if count == 16 else [choice.randrange(8, 72) for _ in range(436)]
-    choice.shuffle(lengths)
-    run(lengths, planned, "1600KiB" if count == 16 else "4MiB")

@@ -6,7 +6,6 @@ from functools import partial
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from sampling import draws
 from torch import nn
 from toys import Shape, batches, inputs, layers, mean_square, module, train
@@ -24,25 +23,20 @@ from .models import check_alignment, chunk_sizes, config, precisions, shapes
 PLENTY = 1 << 24
 
 
-@settings(max_examples=draws(15), deadline=None, print_blob=True)
+@settings(max_examples=draws(20), deadline=None, print_blob=True)
 @given(shapes, chunk_sizes, precisions)
-def test_model_data_per_parameter(shape, chunk_size, precision):
+def test_model_data_per_parameter_and_peaks_when_everything_fits(shape, chunk_size, precision):
+    """Warm-up: `param16` on the device, optimizer lists on the host. Then all on the device, without duplicates."""
     engine = Engine(shape.build, config(precision, chunk_size, device_memory=PLENTY), meter=NoMeter())
     per_trained = {"bf16": 14, "fp16": 14, "fp32": 16}[precision]
     per_frozen = {"bf16": 2, "fp16": 2, "fp32": 4}[precision]
     expected = sum(p.numel() * (per_trained if p.requires_grad else per_frozen) for p in engine.module.parameters())
-    assert engine.layout.model_data_bytes - engine.layout.padding_bytes == expected
-    held = engine.inspect()
-    assert held.device.chunk_bytes + held.host.chunk_bytes == engine.layout.model_data_bytes
-
-
-@settings(max_examples=draws(15), deadline=None, print_blob=True)
-@given(shapes, chunk_sizes, st.sampled_from(["bf16", "fp32"]))
-def test_peaks_when_everything_fits(shape, chunk_size, precision):
-    """Warm-up: `param16` on the device, optimizer lists on the host. Then all on the device, without duplicates."""
-    engine = Engine(shape.build, config(precision, chunk_size, device_memory=PLENTY), meter=NoMeter())
     layout, held = engine.layout, engine.inspect()
+    assert layout.model_data_bytes - layout.padding_bytes == expected
     assert (held.device.chunk_bytes, held.host.chunk_bytes) == (layout.param16_bytes, layout.optimizer_bytes)
+    assert held.device.chunk_bytes + held.host.chunk_bytes == layout.model_data_bytes
+    if precision == "fp16":
+        return  # its first steps overflow
     train(engine, batches(3))
     assert engine.stats.last.device_peak_model_bytes == layout.model_data_bytes
     assert engine.stats.last.host_peak_model_bytes == 0

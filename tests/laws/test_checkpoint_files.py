@@ -3,7 +3,6 @@
 import errno
 import functools
 import os
-import resource
 import shutil
 import time
 from collections import Counter
@@ -37,33 +36,27 @@ from patrickstar._layout.shard_geometry import Box
 from patrickstar.errors import CheckpointError, ConfigError, TrainingError
 
 from .checkpoint_cases import IDS, Model, config, engine_of, train_steps
+from .tiers import files_no_larger_than
 
 
-def test_safetensors_library_reads_the_files(saved_checkpoint):
+def test_other_libraries_read_the_files(saved_checkpoint):
     path, _ = saved_checkpoint
     assert sorted(file.name for file in path.iterdir()) == [NAME, "rank-00000.safetensors"]
     tensors = load_file(path / "rank-00000.safetensors")
     engine = engine_of()
     engine.load(path)
-    for name, value in engine.state_dict().items():
-        if not name.startswith("tied"):
-            assert torch.equal(tensors[f"model.{name}"], value), name
+    expected = {name: value for name, value in engine.state_dict().items() if not name.startswith("tied")}
+    for name, value in expected.items():
+        assert torch.equal(tensors[f"model.{name}"], value), name
     assert tensors["model.words.weight"].dtype is torch.float32, "master parameters are saved in fp32"
     assert tensors["model.head.bias"].dtype is torch.bfloat16, "frozen parameters have no master parameter"
     assert "optim.state.head.bias.exp_avg" not in tensors
     assert tensors["optim.state.conv.weight.exp_avg"].shape == (6, 4, 2, 2)
-
-
-def test_torch_distributed_checkpoint_loads_the_folder(saved_checkpoint):
-    path, _ = saved_checkpoint
+    # torch.distributed.checkpoint loads the folder.
     torch.manual_seed(1)
-    model = Model()
-    values = {"model": {name: value for name, value in model.state_dict().items() if not name.startswith("tied")}}
+    values = {"model": {name: value for name, value in Model().state_dict().items() if name in expected}}
     with pytest.warns(UserWarning, match="single process"):
         dcp.load(values, storage_reader=CheckpointReader(path))
-    engine = engine_of()
-    engine.load(path)
-    expected = {name: value for name, value in engine.state_dict().items() if not name.startswith("tied")}
     assert all(torch.equal(values["model"][name].to(value.dtype), value) for name, value in expected.items())
 
 
@@ -74,6 +67,8 @@ def test_load_with_another_precision_or_chunk_size(saved_checkpoint, options):
     assert engine.load(path)["note"] == [1, 2]
     loaded = outcome(engine)
     assert all(torch.equal(a.to(b.dtype), b) for a, b in zip(state, loaded, strict=True))
+    # The checkpoint has no loss scale.
+    assert engine.inspect().loss_scale == (2.0**16 if options.get("precision") == "fp16" else 1.0)
     train_steps(engine)
 
 
@@ -102,12 +97,6 @@ def test_another_optimizer_is_rejected(saved_checkpoint, optimizer):
     with pytest.raises(CheckpointError, match="was written with AdamW"):
         engine.load(saved_checkpoint[0])
     train_steps(engine, 1)
-
-
-def test_checkpoint_without_loss_scale_keeps_the_scaler(saved_checkpoint):
-    engine = engine_of(precision="fp16")
-    engine.load(saved_checkpoint[0])
-    assert engine.inspect().loss_scale == 2.0**16
 
 
 class UnusualModel(nn.Module):
@@ -176,11 +165,6 @@ def test_unsupported_types_in_the_state_are_named(tmp_path):
         engine.load(tmp_path / "one", {"sampler": scheduler})
 
 
-def rows_of_words(rows):
-    """Return rows of the embedding, which has 13 of 24 elements."""
-    return ChunkStorageMetadata(torch.Size((rows.start, 0)), torch.Size((rows.stop - rows.start, 24)))
-
-
 @pytest.mark.parametrize(
     ("stored", "message"),
     [
@@ -192,7 +176,8 @@ def rows_of_words(rows):
 def test_checkpoint_that_lacks_elements(stored, message):
     engine = engine_of()
     planner = ShardLoadPlanner(model_data_of(engine), {})
-    chunks = [rows_of_words(rows) for rows in stored]
+    sizes = [(torch.Size((rows.start, 0)), torch.Size((rows.stop - rows.start, 24))) for rows in stored]
+    chunks = [ChunkStorageMetadata(*each) for each in sizes]  # rows of the embedding, which has 13 of 24 elements
     entry = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size((13, 24)), chunks)
     planner.set_up_planner({}, Metadata({"model.words.weight": entry}))
     with pytest.raises(CheckpointError, match=message):
@@ -268,16 +253,12 @@ def test_full_disk_warns_and_keeps_the_old_checkpoint(tmp_path):
     checkpoints = ps.Checkpoints(tmp_path, keep=1)
     engine = engine_of()
     checkpoints.save(engine, 1)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     for wait in (True, False):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
-        try:
-            with pytest.warns(UserWarning, match=r"training continues: can't write .*free") as warned:
-                checkpoints.save(engine, 2, wait=wait)
-                train_steps(engine, 1)
-                engine.finish_saving()
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        warning = pytest.warns(UserWarning, match=r"training continues: can't write .*free")
+        with files_no_larger_than(4096), warning as warned:
+            checkpoints.save(engine, 2, wait=wait)
+            train_steps(engine, 1)
+            engine.finish_saving()
         assert len(warned) == 1
         assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
     assert checkpoints.save(engine, 3)

@@ -13,13 +13,13 @@ import torch
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from sampling import draws, nightly
+from seeded import engine_of
 from torch.optim.lr_scheduler import LambdaLR
 from toys import batches
 
 from patrickstar import testing
 from patrickstar._checkpoint import direct_writer as page_file
 from patrickstar._checkpoint.direct_writer import DirectWriter, write_all
-from patrickstar._engine.engine import Engine
 
 from . import tiers
 from .models import chunk_sizes, config, precisions, shapes, smallest_device_bytes
@@ -77,11 +77,6 @@ class Run:
         numbers = [optimizer["param_groups"][0]["lr"], *optimizer["loss_scale"].values()]
         tensors = [value for value in states if isinstance(value, torch.Tensor)]
         return [*self.engine.state_dict().values(), *tensors, torch.tensor(numbers, dtype=torch.float64)]
-
-
-def engine_of(build, options, **hooks):
-    torch.manual_seed(3)
-    return Engine(build, options, meter=testing.NoMeter(), poison=True, **hooks)
 
 
 loops = st.sampled_from([{}, {"accumulation": 2}, {"max_norm": 0.1}, {"update": True}])

@@ -143,27 +143,16 @@ def test_every_setting_that_a_refusal_names_suffices_beside_open_budgets(first, 
                 assert draw.train(device_memory=nbytes), f"seed {seed - 1}: {nbytes} suffice: {message}"
 
 
-def chained(widths: list[int]) -> nn.Module:
-    return nn.Sequential(*(nn.Linear(inputs, outputs, bias=False) for inputs, outputs in pairwise(widths)))
-
-
-def as_case(widths: list[int]):
-    schema = schema_for("bfloat16", trained=True)
-    params = [ParamSpec(f"p{i}", one * other, schema) for i, (one, other) in enumerate(pairwise(widths))]
-    return build_layout(params, 1), [{param.name} for param in params]
-
-
-def train_two_steps(widths: list[int], device_bytes: int, host_bytes: int) -> None:
-    """Train a chain of layers, each in its own chunk."""
-    config = ps.Config(device="cpu", device_memory=device_bytes, host_memory=max(1, host_bytes), chunk_size=2)
-    with Engine(chained(widths), config, meter=NoMeter()) as engine:
-        train(engine, [(torch.ones(1, widths[0]),)] * 2)
-
-
 @settings(derandomize=True, deadline=None, max_examples=draws(50))
 @given(st.lists(st.integers(1, 32), min_size=2, max_size=7), shares, shares)
 def test_any_budgets_that_pass_the_check_can_be_trained_with(widths, device_share, host_share):
-    case = as_case(widths)
+    """Train a chain of layers, each in its own chunk."""
+    schema, pairs = schema_for("bfloat16", trained=True), list(pairwise(widths))
+    params = [ParamSpec(f"p{i}", one * other, schema) for i, (one, other) in enumerate(pairs)]
+    case = build_layout(params, 1), [{param.name} for param in params]
     device, host = budgets(case, device_share, host_share)
     if refusal(case, device, host) is None:
-        train_two_steps(widths, device, host)
+        config = ps.Config(device="cpu", device_memory=device, host_memory=max(1, host), chunk_size=2)
+        model = nn.Sequential(*(nn.Linear(*pair, bias=False) for pair in pairs))
+        with Engine(model, config, meter=NoMeter()) as engine:
+            train(engine, [(torch.ones(1, widths[0]),)] * 2)

@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from toys import Shape, batches
+from toys import Shape, batches, train
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import patrickstar as ps
@@ -37,27 +37,15 @@ def set_by_function():
 by_context = partial(torch.device, "meta")
 
 
-def steps(engine, data, max_norm, accumulation, results):
-    """Train on these batches, and record losses, norms and one gradient."""
-    for number, (ids,) in enumerate(data, start=1):
-        loss = engine(ids) / accumulation
-        engine.backward(loss)
-        results.append(loss.detach().clone())
-        if number % accumulation:
-            continue
-        if max_norm is not None:
-            results.append(engine.clip_grad_norm_(max_norm))
-        results.append(engine.gradient("words.weight"))
-        engine.optimizer.step()
-        engine.optimizer.zero_grad()
-
-
-def run(module, options, folder, data, mode, *, max_norm=None, accumulation=1, **hooks):
+def run(module, options, folder, data, mode, loop, **hooks):
     """Run, save twice and load under a mode; return all results that a user sees."""
     results = []
     torch.manual_seed(1)
     with mode(), Engine(module, options, meter=testing.NoMeter(), poison=True, **hooks) as engine:
-        go_on = partial(steps, engine, data, max_norm, accumulation, results)
+
+        def go_on():
+            results.extend(train(engine, data, **loop))
+
         go_on()
         engine.save(folder / "at once", {"note": [1, "two"]})
         engine.save(folder / "beside", wait=False)
@@ -72,36 +60,38 @@ def run(module, options, folder, data, mode, *, max_norm=None, accumulation=1, *
             results += engine.state_dict().values()
         engine.load_state_dict(engine.state_dict())
         engine.optimizer.load_state_dict(engine.optimizer.state_dict())
-        go_on()
+        engine.backward(engine(*data[0]))
+        results.append(engine.gradient("words.weight"))
+        engine.optimizer.step()
     states = [value for state in optimizer["state"].values() for value in state.values()]
     values = [*states, *(value.detach().clone() for value in module.state_dict().values())]
     return [*results, *(value for value in values if isinstance(value, torch.Tensor))]
 
 
 @pytest.mark.parametrize(
-    ("mode", "precision", "optimizer", "loop"),
+    ("mode", "precision", "optimizer", "loop", "kind"),
     [
-        pytest.param(by_context, "bf16", "AdamW", {"max_norm": 0.1, "accumulation": 2}, marks=pytest.mark.slow),
-        (set_by_function, "bf16", "AdamW", {"max_norm": 0.1, "accumulation": 2}),
-        (by_context, "fp16", "AdamW", {"max_norm": 0.1}),
-        (by_context, "fp32", "AdamW", {"accumulation": 2, "evict_everything": True}),
-        pytest.param(by_context, "bf16", "torch.optim.Adam", {"max_norm": 0.1}, marks=pytest.mark.slow),
-        (by_context, "fp32", "torch.optim.RMSprop", {"evict_everything": True}),
-        (by_context, "bf16", "AdamW", {"disk": True, "accumulation": 2, "max_norm": 0.1}),
+        pytest.param(by_context, "bf16", "AdamW", {"max_norm": 0.1, "accumulation": 2}, "", marks=pytest.mark.slow),
+        (set_by_function, "bf16", "AdamW", {"max_norm": 0.1, "accumulation": 2}, ""),
+        (by_context, "fp16", "AdamW", {"max_norm": 0.1}, ""),
+        (by_context, "fp32", "AdamW", {"accumulation": 2}, "evicted"),
+        pytest.param(by_context, "bf16", "torch.optim.Adam", {"max_norm": 0.1}, "", marks=pytest.mark.slow),
+        (by_context, "fp32", "torch.optim.RMSprop", {}, "evicted"),
+        (by_context, "bf16", "AdamW", {"accumulation": 2, "max_norm": 0.1}, "disk"),
     ],
 )
-def test_training_and_checkpoints_have_the_same_bits(mode, precision, optimizer, loop, tmp_path):
-    memory, shape, loop = {"activation_offload": True}, SHAPE, dict(loop)
-    if loop.pop("disk", False):
-        memory = {"device_memory": 3000, "host_memory": 80_000, "disk": ps.Disk(tmp_path)}
-        loop["page_bytes"], shape = 4096, dataclasses.replace(SHAPE, blocks=("mlp",) * 8)
+def test_training_and_checkpoints_have_the_same_bits(mode, precision, optimizer, loop, kind, tmp_path):
+    memory, shape, hooks = {"activation_offload": True}, SHAPE, {"evict_everything": kind == "evicted"}
+    if kind == "disk":
+        memory = {"device_memory": 3000, "host_memory": 72_000, "disk": ps.Disk(tmp_path)}
+        hooks["page_bytes"], shape = 4096, dataclasses.replace(SHAPE, blocks=("mlp",) * 5)
     options = ps.Config(device="cpu", precision=precision, chunk_size=1024, optimizer=OPTIMIZERS[optimizer], **memory)
     data, found = batches(2, length=60), []
     for number, run_mode in enumerate((contextlib.nullcontext, mode)):
         torch.manual_seed(0)
         folder = tmp_path / str(number)
         folder.mkdir()
-        found.append(run(shape.build(), options, folder, data, run_mode, **loop))
+        found.append(run(shape.build(), options, folder, data, run_mode, loop, **hooks))
     assert all(tensor.device.type == "cpu" for tensor in found[1])
     testing.assert_same_bits(*found, "results that a user sees")
 

@@ -226,8 +226,14 @@ ACCESSES = {
 }
 
 
-@pytest.mark.parametrize("fault", ["damage", "refused reads"])
-@pytest.mark.parametrize("access", ACCESSES)
+ACCESSES_AND_FAULTS = [
+    pytest.param(access, fault, marks=() if (number + turn) % 2 else pytest.mark.slow)
+    for number, access in enumerate(ACCESSES)
+    for turn, fault in enumerate(("damage", "refused reads"))
+]
+
+
+@pytest.mark.parametrize(("access", "fault"), ACCESSES_AND_FAULTS)
 def test_a_disk_that_fails_outside_of_training(config, tmp_path, reference, fault, access):
     before = open_files()
     engine = small_engine(blocks, config)
@@ -311,7 +317,7 @@ def test_a_disk_that_refuses_writes_beyond_an_offset(config, tmp_path):
 
 
 @pytest.mark.parametrize("update", ["delayed"], indirect=True)
-@pytest.mark.parametrize("index", range(6))
+@pytest.mark.parametrize("index", [0, *(pytest.param(index, marks=pytest.mark.slow) for index in range(1, 5)), 5])
 def test_newer_parameters_that_a_step_cannot_read(engine, tmp_path, reference, index):
     before = open_files() - 1  # the swap file
     for number, batch in enumerate(inputs(2)):

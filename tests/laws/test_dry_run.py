@@ -4,12 +4,12 @@ import gc
 from functools import partial
 from itertools import groupby, pairwise
 
+import fixed_machine
 import pytest
 import simulated_machines
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from probes import complete_updates
 from sampling import draws
 from seeded import run_step
 from simulated_machines import DESKTOP
@@ -31,7 +31,7 @@ from patrickstar._perf_model.workload import Workload
 from patrickstar.errors import BudgetError, ModelError
 
 from .models import config, shapes, smallest_device_bytes
-from .test_three_tiers_traffic import speculative_bytes, transferred
+from .test_three_tiers_traffic import steps
 from .tiers import on_disk, options, rooms, wide_shapes
 
 LAPTOP = simulated_machines.LAPTOP.model_copy(update={"disk": simulated_machines.DESKTOP.disk})
@@ -51,28 +51,16 @@ def compare(build, options, **hooks):
     """Compare the transfers of three steps, the peaks of the last one, and its trace."""
     hooks |= {"meter": testing.NoMeter(), "speculates": False}  # what is speculated depends on the speed of threads
     with Engine(build, options, **hooks) as engine:
-        expected = steps(engine, 3)
+        expected, _ = steps(engine, 3)
         trace, last = engine.inspect().trace, engine.stats.last
     actual = []
-    report = simulate(Engine, build, options, lambda other: actual.extend(steps(other, 1)), LAPTOP, steps=3, **hooks)
+    report = simulate(Engine, build, options, lambda other: actual.extend(steps(other, 1)[0]), LAPTOP, steps=3, **hooks)
     assert actual == expected
     assert [moment.chunks for moment in report.trace.moments] == [moment.chunks for moment in trace]
     for name in PEAKS if options.disk is None else PEAKS[1:]:
         assert getattr(report.stats, name) == getattr(last, name), name
     if options.disk is not None:
         assert max(report.stats.device_peak_model_bytes, last.device_peak_model_bytes) <= options.device_memory
-
-
-def steps(engine, count):
-    """Return the bytes that each step transfers, including its update and without reads for the next step."""
-    transfers = []
-    for batch in batches(count):
-        before, ahead = engine.inspect(), speculative_bytes(engine)
-        run_step(engine, batch)
-        complete_updates(engine)
-        h2d, d2h, read, written = transferred(before, engine.inspect())
-        transfers.append((h2d, d2h, read + ahead - speculative_bytes(engine), written))
-    return transfers
 
 
 @settings(max_examples=draws(10), deadline=None, print_blob=True)
@@ -212,8 +200,10 @@ def test_predicted_memory_is_measured_memory(case, room, precision, tmp_path):
     if room == "disk":
         more |= {"host_memory": (1 << 20) + 9 * numel, "disk": tmp_path}
     config = ps.Config(device="cpu", precision=precision, chunk_size=32768, **more)
+    # How many updates from disk begin early depends on the speed of threads.
+    make = partial(Engine, speculates=room != "disk")
     gc.collect()  # an engine of another test that is released during a step would allocate tensors
-    with Engine(build, config) as engine:
+    with make(build, config) as engine:
         batch = inputs()
         for _ in range(3):
             run_step(engine, batch)
@@ -221,7 +211,7 @@ def test_predicted_memory_is_measured_memory(case, room, precision, tmp_path):
     del engine, batch
     batch = inputs()
     report = simulate_on_this_machine(
-        Engine, build, config, lambda other: run_step(other, batch), torch.device("cpu"), LAPTOP
+        make, build, config, lambda other: run_step(other, batch), torch.device("cpu"), LAPTOP
     )
     predicted = [moment.non_model_bytes for moment in report.trace.moments]
     assert predicted == [moment.non_model_bytes for moment in trace]
@@ -250,10 +240,6 @@ class Branching(nn.Module):
 
 
 once = partial(run_step, batch=(torch.empty(4, 8, device="meta"), torch.arange(4)))
-
-
-def test_integer_values_are_computed():
-    assert simulate(Engine, lambda: Branching("integers"), CONFIG, once, LAPTOP).seconds > 0
 
 
 def test_reading_a_float_value_raises_and_names_the_module():
@@ -289,7 +275,7 @@ def simulated_layers(host_memory: int, disk: ps.Disk | None) -> DryRunReport:
 
 
 @pytest.mark.parametrize(("host_memory", "on_disk"), [(1 << 30, False), (3 << 20, True)])
-def test_computation_and_waits_fill_a_step(tmp_path, host_memory, on_disk):
+def test_computation_and_waits_fill_a_step_and_waits_say_for_what(tmp_path, host_memory, on_disk):
     report = simulated_layers(host_memory, ps.Disk(tmp_path) if on_disk else None)
     assert report.compute_s + sum(wait.seconds for wait in report.waits) == pytest.approx(report.seconds)
     compute, *channels = report.lanes
@@ -309,16 +295,12 @@ def test_computation_and_waits_fill_a_step(tmp_path, host_memory, on_disk):
             if wait.channel == lane.name:
                 overlaps = (min(part.end_s, wait.end_s) - max(part.start_s, wait.start_s) for part in lane.intervals)
                 assert sum(max(0.0, overlap_s) for overlap_s in overlaps) == pytest.approx(wait.seconds)
-
-
-def test_waits_say_for_what_and_in_which_phase():
-    report = simulated_layers(1 << 30, None)
     assert {wait.phase for wait in report.waits} <= {"forward", "backward", "step"}
-    assert [part.label for part in report.lanes[0].intervals][-1] in ("backward", "step")
-    fetches = {(wait.label, wait.parameter) for wait in report.waits if wait.channel == "host to device"}
-    assert ("param16[1]", "1.weight") in fetches
-    text = str(report)
-    assert "exposed: compute waits" in text and "1.weight" in text
+    assert [part.label for part in compute.intervals][-1] in ("backward", "step")
+    if not on_disk:
+        fetches = {(wait.label, wait.parameter) for wait in report.waits if wait.channel == "host to device"}
+        assert ("param16[1]", "1.weight") in fetches
+        assert "exposed: compute waits" in str(report) and "1.weight" in str(report)
 
 
 def test_a_forward_that_checkpointing_runs_again_is_a_part_of_backward():
@@ -341,13 +323,14 @@ def test_a_forward_that_checkpointing_runs_again_is_a_part_of_backward():
     assert [phase for phase in phases if phase != "step"] == ["forward", "backward", "forward", "backward"]
 
 
-def test_planning_does_not_change_a_running_engine():
+def test_planning_does_not_change_a_running_engine(monkeypatch):
+    monkeypatch.setattr(fixed_machine.MEASURED[1], fixed_machine.profile)
     torch.manual_seed(0)
     engine, optimizer = ps.initialize(lambda: Branching("integers"), CONFIG)
     x, positions = torch.randn(4, 8), torch.arange(4)
     before, random = engine.state_dict(), torch.get_rng_state()
     report = engine.plan(x, positions, loss=lambda out: out.float().mean())
-    assert report.seconds >= report.bound_s > 0
+    assert report.seconds >= report.bound_s > 0, "values of integers are computed"
     assert all(torch.equal(value, before[name]) for name, value in engine.state_dict().items())
     assert torch.equal(random, torch.get_rng_state()), "the random state must not change"
     assert report.compute_s + sum(wait.seconds for wait in report.waits) == pytest.approx(report.seconds)

@@ -70,7 +70,7 @@ def in_child(function: Callable[[], object], seconds: int = 600) -> int:
 # Memory
 
 
-def test_the_host_arena_and_a_checkpoints_buffers_are_not_inherited(tmp_path):
+def test_the_host_arena_and_buffers_of_checkpoints_and_worker_threads_are_not_inherited(tmp_path):
     arena = HostArena(10 * SYSTEM_PAGE)
     assert not inherited(arena.memory.data_ptr(), 10 * SYSTEM_PAGE)
     arena.free(arena.allocate(8 * SYSTEM_PAGE), for_good=True)
@@ -78,6 +78,17 @@ def test_the_host_arena_and_a_checkpoints_buffers_are_not_inherited(tmp_path):
     file = DirectWriter(tmp_path / "file", 100, page_bytes=SYSTEM_PAGE)
     assert not inherited(file._buffers.data_ptr(), file._buffers.numel())
     file.abandon()
+    pool, buffers, barrier = WorkerPool(2, "test", 3 * SYSTEM_PAGE), [], threading.Barrier(2)
+
+    def job(buffer: torch.Tensor) -> None:
+        buffers.append(buffer)
+        barrier.wait()
+
+    pool.submit([job, job], "nothing").wait()
+    assert len({buffer.data_ptr() for buffer in buffers}) == 2
+    for buffer in buffers:
+        assert not inherited(buffer.data_ptr(), buffer.numel())
+    pool.close()
 
 
 @pytest.mark.skipif(not can_move_pages(), reason="this system can't move pages")
@@ -97,20 +108,6 @@ def test_ranges_are_not_inherited_after_their_pages_have_moved():
         move()
         for memory in ranges:
             assert not inherited(memory.address, memory.nbytes)
-
-
-def test_buffers_of_worker_threads_are_not_inherited():
-    pool, buffers, barrier = WorkerPool(2, "test", 3 * SYSTEM_PAGE), [], threading.Barrier(2)
-
-    def job(buffer: torch.Tensor) -> None:
-        buffers.append(buffer)
-        barrier.wait()
-
-    pool.submit([job, job], "nothing").wait()
-    assert len({buffer.data_ptr() for buffer in buffers}) == 2
-    for buffer in buffers:
-        assert not inherited(buffer.data_ptr(), buffer.numel())
-    pool.close()
 
 
 def test_a_child_keeps_its_own_mappings_at_addresses_of_its_parent():
@@ -147,7 +144,7 @@ def step(engine: Engine) -> float:
     return train(engine, [(torch.ones(2, 6),)])[0].item()
 
 
-def test_a_child_that_drops_or_closes_the_engine_ends_without_error():
+def test_a_child_gets_an_error_if_it_uses_the_engine_and_none_if_it_drops_or_closes_it():
     engine = new_engine()
     losses = [step(engine)]
     model = engine.module
@@ -162,25 +159,19 @@ def test_a_child_that_drops_or_closes_the_engine_ends_without_error():
         model = None
         drop()
 
-    for function in (lambda: None, drop, drop_the_model_too, lambda: engine.close()):
-        assert in_child(function) == 0, function
-        losses.append(step(engine))
-    assert engine.optimizer is not None
-    expected = new_engine()
-    assert losses == [step(expected) for _ in losses]
-    testing.assert_same_bits(expected.state_dict(), engine.state_dict(), "parameters")
-
-
-def test_a_child_that_uses_the_engine_gets_an_error_with_its_owner():
-    engine = new_engine()
-
     def use() -> None:
         weight = engine.module[0].weight
         for call in (lambda: engine(torch.ones(2, 6)), engine.state_dict, engine.optimizer.step, weight.norm):
             with pytest.raises(TrainingError, match=rf"memory of process {os.getppid()}.*made by fork"):
                 call()
 
-    assert in_child(use) == 0
+    for function in (lambda: None, use, drop, drop_the_model_too, lambda: engine.close()):
+        assert in_child(function) == 0, function
+        losses.append(step(engine))
+    assert engine.optimizer is not None
+    expected = new_engine()
+    assert losses == [step(expected) for _ in losses]
+    testing.assert_same_bits(expected.state_dict(), engine.state_dict(), "parameters")
 
 
 class Numbers(Dataset):

@@ -32,7 +32,7 @@ def backward(engine: Engine) -> None:
     engine.backward(engine(torch.ones(4, WIDTH)).float().pow(2).mean())
 
 
-def test_parameters_and_chunks_agree_with_the_layout():
+def test_parameters_and_chunks_agree_with_the_layout_and_with_one_another():
     with engine_with() as engine:
         state = engine.inspect()
         assert [param.name for param in state.parameters] == [name for name, _ in engine.module.named_parameters()]
@@ -50,7 +50,21 @@ def test_parameters_and_chunks_agree_with_the_layout():
             assert sum(chunk.nbytes for chunk in state.chunks if tier in chunk.tiers) == usage.chunk_bytes
         assert state.device.budget_bytes == engine.device_budget_bytes
         assert state.host.budget_bytes == engine.host_budget_bytes
-        assert state.disk is None
+        assert state.disk is None and state.loss_scale == 1.0
+        assert {chunk.state for chunk in state.chunks} == {"HOLD", None}
+        backward(engine)
+        first = engine.inspect()
+        frozen = {param.chunk for param in first.parameters if not param.trained}
+        for chunk in first.chunks:
+            of_params = "HOLD" if chunk.index in frozen else "HOLD_AFTER_BWD"
+            assert chunk.state == (of_params if chunk.kind == "param16" else None)
+        # Snapshots are plain, and reading changes nothing.
+        assert engine.inspect() == first
+        json.dumps(asdict(first))
+        with pytest.raises(FrozenInstanceError):
+            first.parameters[0].steps = 1
+        engine.optimizer.step()
+        assert engine.inspect() != first and first.parameters[2].steps == 0
 
 
 def test_a_step_as_inspections_show_it():
@@ -75,7 +89,8 @@ def test_a_step_as_inspections_show_it():
 
 def test_the_window_of_a_backward():
     open_windows = []
-    with engine_with() as engine:
+    with engine_with(precision="fp16") as engine:
+        assert engine.inspect().loss_scale == 2.0**16
         out = engine(torch.ones(4, WIDTH))
         out.register_hook(lambda _: open_windows.append(engine.inspect().window_open))
         engine.module[3].weight.register_hook(lambda _: open_windows.append(engine.inspect().window_open))
@@ -101,35 +116,6 @@ def test_a_disk_updates_from_it_and_a_closed_engine(tmp_path):
     assert state.chunks == state.parameters == ()
     assert state.device.chunk_bytes == state.host.chunk_bytes == 0
     assert state.disk.nbytes == state.disk.used_bytes == 0
-
-
-@pytest.mark.parametrize("precision, scale", [("bf16", 1.0), ("fp16", 2.0**16)])
-def test_the_loss_scale(precision, scale):
-    with engine_with(precision=precision) as engine:
-        assert engine.inspect().loss_scale == scale
-
-
-def test_snapshots_are_plain_and_reading_changes_nothing():
-    with engine_with() as engine:
-        backward(engine)
-        first = engine.inspect()
-        assert engine.inspect() == first
-        json.dumps(asdict(first))
-        with pytest.raises(FrozenInstanceError):
-            first.parameters[0].steps = 1
-        engine.optimizer.step()
-        assert engine.inspect() != first and first.parameters[2].steps == 0
-
-
-def test_a_chunk_has_the_state_of_its_parameters():
-    with engine_with() as engine:
-        assert {chunk.state for chunk in engine.inspect().chunks} == {"HOLD", None}
-        backward(engine)
-        state = engine.inspect()
-        frozen = {param.chunk for param in state.parameters if not param.trained}
-        for chunk in state.chunks:
-            of_params = "HOLD" if chunk.index in frozen else "HOLD_AFTER_BWD"
-            assert chunk.state == (of_params if chunk.kind == "param16" else None)
 
 
 def engine_of_layers() -> Engine:

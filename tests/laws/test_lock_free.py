@@ -3,53 +3,43 @@
 import random
 
 import pytest
-from lock_free_cases import HOST_BYTES, IN_MEMORY, config_of, engine_with, on_disk, run_random, run_three
+from lock_free_cases import (
+    HOST_BYTES,
+    IN_MEMORY,
+    STEPS,
+    USUAL,
+    config_of,
+    engine_with,
+    let_chances_pass,
+    on_disk,
+    run_random,
+    run_three,
+)
 from seeded import reference_of
 from speculation_cases import DELAYED_EVENTS, PARAM16_BYTES, build, loop, step
 from toys import train
 
 import patrickstar as ps
 from patrickstar import testing
-from patrickstar._step.disk_optimizer_step import DiskOptimizerStep
 
 from .test_late_copies import some_are_slow
 from .tiers import Room, blocks, inputs, options, small_engine
 from .tiers import on_disk as least_budgets_on_disk
 
-STEPS = 8
-USUAL = loop([[]] * STEPS, [1] * STEPS)
-
-
-@pytest.fixture
-def sluggish(monkeypatch):
-    """Let a share of the chances to update pages between operators pass, at random."""
-    progress = DiskOptimizerStep.progress
-
-    def choose(share, seed=0):
-        choice = random.Random(seed)
-
-        def sometimes(self):
-            if choice.random() >= share:
-                progress(self)
-
-        monkeypatch.setattr(DiskOptimizerStep, "progress", sometimes)
-
-    return choose
-
 
 @pytest.mark.parametrize("share", [0.0, 0.8, 1.0])
 @pytest.mark.parametrize("replayed", [None, IN_MEMORY], ids=["replay from disk", "replay in memory"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
-def test_run_replay_and_reference_agree(share, replayed, precision, sluggish, tmp_path):
-    sluggish(share)
+def test_run_replay_and_reference_agree(share, replayed, precision, monkeypatch, tmp_path):
+    let_chances_pass(monkeypatch, share)
     host = dict(host_memory=HOST_BYTES + PARAM16_BYTES) if precision == "fp32" else {}
     stats = run_three(USUAL, tmp_path, replayed=replayed, **on_disk(tmp_path) | host, precision=precision)
     assert stats.disk_write_bytes > 0 and stats.staleness > 0 and stats.peak_staleness <= 4
 
 
 @pytest.mark.parametrize("max_staleness", [1, 2, 3])
-def test_gradients_that_no_update_has_used_are_never_older(max_staleness, sluggish, tmp_path):
-    sluggish(1.0)  # every update waits until it must not wait any longer
+def test_gradients_that_no_update_has_used_are_never_older(max_staleness, monkeypatch, tmp_path):
+    let_chances_pass(monkeypatch, 1.0)  # every update waits until it must not wait any longer
     config = config_of(ps.LockFree(max_staleness=max_staleness, after=1), **on_disk(tmp_path))
     with engine_with(config) as engine:
         found = []
@@ -59,8 +49,8 @@ def test_gradients_that_no_update_has_used_are_never_older(max_staleness, sluggi
         assert found[: max_staleness + 1] == list(range(max_staleness + 1)) and max(found) == max_staleness
 
 
-def test_with_a_staleness_of_one_the_bits_are_those_of_a_delayed_update(sluggish, tmp_path):
-    sluggish(1.0)
+def test_with_a_staleness_of_one_the_bits_are_those_of_a_delayed_update(monkeypatch, tmp_path):
+    let_chances_pass(monkeypatch, 1.0)
     config = least_budgets_on_disk(
         blocks, options(update=ps.LockFree(max_staleness=1, after=1)), tmp_path, inputs(1)[0], Room()
     )
@@ -81,16 +71,16 @@ def test_states_in_memory_are_updated_in_the_step_on_a_cpu(tmp_path):
 
 
 @pytest.mark.parametrize("event", DELAYED_EVENTS[1:])
-def test_whatever_happens_before_the_step(event, sluggish, tmp_path):
-    sluggish(0.7)
+def test_whatever_happens_before_the_step(event, monkeypatch, tmp_path):
+    let_chances_pass(monkeypatch, 0.7)
     script = loop([[]] * 2 + [[event], [], [event], []], [1] * 6)
     run_three(script, tmp_path, replayed=IN_MEMORY, **on_disk(tmp_path))
 
 
-@pytest.mark.parametrize("seeds", some_are_slow(100, fast=10))
-def test_random_loops(seeds, sluggish, tmp_path):
+@pytest.mark.parametrize("seeds", some_are_slow(100, fast=5))
+def test_random_loops(seeds, monkeypatch, tmp_path):
     tested = 0
     for seed in seeds:
-        sluggish(random.Random(seed).choice([0.0, 0.5, 0.9, 1.0]), seed)
+        let_chances_pass(monkeypatch, random.Random(seed).choice([0.0, 0.5, 0.9, 1.0]), seed)
         tested += run_random(seed, tmp_path)
     assert tested > len(seeds) // 2

@@ -208,14 +208,11 @@ def test_a_loop_that_goes_on_after_an_interrupted_step_makes_a_new_one(no_progre
             backward(engine, number)
             with suppress(KeyboardInterrupt):
                 engine.optimizer.step()
-            found.append(max(len(page.pending) and max(page.pending.values()) for page in pages_of(engine)))
+            buffer = optimizer_step_of(engine).lock_free.buffer
+            pages = [page for index in buffer.data.by_chunk for page in buffer.pages(index)]
+            found.append(max(len(page.pending) and max(page.pending.values()) for page in pages))
         assert optimizer_step_of(engine).steps == STEPS
     assert max(found) == 2
-
-
-def pages_of(engine):
-    buffer = optimizer_step_of(engine).lock_free.buffer
-    return [page for index in buffer.data.by_chunk for page in buffer.pages(index)]
 
 
 def test_a_step_after_a_load_is_that_after_the_checkpoint(monkeypatch, tmp_path):
@@ -311,11 +308,13 @@ def test_parameters_that_are_unfrozen_are_in_the_log(no_progress, tmp_path):
     testing.assert_same_bits(train(reference), found, "reference")
 
 
-def test_options_that_are_refused():
+def test_options_and_budgets_that_are_refused_before_training(tmp_path):
     with pytest.raises(ConfigError, match="log and replay are the same file"):
         ps.LockFree(log="a/../updates", replay="updates")
     with pytest.raises(ConfigError, match=r"^Config: gradient_dtype='16-bit' stores gradients without the loss scale"):
         config_of(ps.LockFree(gradient_dtype="16-bit"), precision="fp16", **IN_MEMORY)
+    with pytest.raises(ps.errors.BudgetError, match=r"lock-free updates need \d+ bytes .* on the host"):
+        engine_with(config_of(ps.LockFree(), disk=ps.Disk(tmp_path), host_memory="100KiB"))
 
 
 def test_the_buffers_are_counted_and_stay_on_the_host(tmp_path):
@@ -334,8 +333,3 @@ def test_the_buffers_are_counted_and_stay_on_the_host(tmp_path):
             for (kind, _), chunk in manager_of(late).chunks.items():
                 assert not kind.startswith("buffered") or (chunk.host.valid and not chunk.device_bytes)
             assert late.stats.last.host_peak_model_bytes <= late.host_budget_bytes
-
-
-def test_a_host_without_room_for_the_buffers_is_refused_before_training(tmp_path):
-    with pytest.raises(ps.errors.BudgetError, match=r"lock-free updates need \d+ bytes .* on the host"):
-        engine_with(config_of(ps.LockFree(), disk=ps.Disk(tmp_path), host_memory="100KiB"))

@@ -154,13 +154,6 @@ def test_a_changed_learning_rate_weights_later_steps():
     testing.compare(blocks, options("bf16", 9000, optimizer=SCHEDULE_FREE), script)
 
 
-def test_what_is_refused():
-    with pytest.raises(ConfigError, match="weights the steps of each parameter"):
-        ps.Config(optimizer=ps.ScheduleFreeAdamW(), update=ps.LockFree())
-    with pytest.raises(ConfigError, match="must be above 0"):
-        ps.ScheduleFreeAdamW(betas=(0.0, 0.9))
-
-
 TIERS = {
     "ample": {},
     "half": {"device_memory": "14KiB", "chunk_size": 2048},
@@ -235,6 +228,10 @@ def test_misuse_is_named(tmp_path):
         pass
     with pytest.raises(ConfigError, match="decay"):
         ps.EMA(ps.AdamW(), decay=1.0)
+    with pytest.raises(ConfigError, match="weights the steps of each parameter"):
+        ps.Config(optimizer=ps.ScheduleFreeAdamW(), update=ps.LockFree())
+    with pytest.raises(ConfigError, match="must be above 0"):
+        ps.ScheduleFreeAdamW(betas=(0.0, 0.9))
     for optimizer in (3, ps.ScheduleFreeAdamW()):
         with pytest.raises(ConfigError, match="is not an optimizer that can be averaged"):
             ps.EMA(optimizer)

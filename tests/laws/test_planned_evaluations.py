@@ -55,7 +55,7 @@ def record_passes(engine: ps.Engine, module: nn.Module) -> list[int]:
     return passes
 
 
-def test_a_token_moves_what_exceeds_the_budget(tmp_path):
+def test_a_token_moves_what_exceeds_the_budget_and_one_of_a_copied_model_nothing(tmp_path):
     """The budget holds some chunks for good, and those of two operators: one that runs, and the next."""
     expected = generated(gpt2())
     with ps.Engine(gpt2, config(tmp_path), meter=NoMeter()) as engine:
@@ -70,6 +70,9 @@ def test_a_token_moves_what_exceeds_the_budget(tmp_path):
         sizes = {chunk.index: chunk.nbytes for chunk in chunks}
         together = max(sum(sizes[index] for index in moment.chunks) for moment in moments)
         assert max(passes[-TOKENS + 2 :]) <= lacking + 2 * together + largest
+        copied, moved = copy.deepcopy(engine.module), manager_of(engine).counters.h2d_bytes
+        assert_same_bits(expected, generated(copied), "tokens of a copy of the model")
+        assert manager_of(engine).counters.h2d_bytes == moved, "copies generate alone"
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
@@ -124,12 +127,3 @@ def test_a_failed_forward_ends_its_evaluation(tmp_path):
         ids = torch.randint(1, 256, (2, 16))
         engine.backward(engine(input_ids=ids, labels=ids).loss)
         engine.optimizer.step()
-
-
-def test_copies_of_the_model_generate_alone(tmp_path):
-    with ps.Engine(gpt2, config(tmp_path), meter=NoMeter()) as engine:
-        expected = generated(engine.module)
-        copied = copy.deepcopy(engine.module)
-        moved = manager_of(engine).counters.h2d_bytes
-        assert_same_bits(expected, generated(copied), "tokens of the copy")
-        assert manager_of(engine).counters.h2d_bytes == moved

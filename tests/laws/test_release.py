@@ -154,7 +154,7 @@ torch.set_num_threads(1)
 gc.disable()
 
 def one(keep):
-    engine, _ = ps.initialize(lambda: layers(512, 8), ps.Config(device="cpu", precision="fp32", chunk_size="1MiB"))
+    engine, _ = ps.initialize(lambda: layers(512, 4), ps.Config(device="cpu", precision="fp32", chunk_size="1MiB"))
     train(engine, inputs(2, 512))
     if keep is not None:
         engine.close(keep=keep)
@@ -177,7 +177,7 @@ print(min(address_space), max(resident))  # a mapping that finds no gap reserves
 
 
 def test_many_engines_take_the_memory_of_one():
-    """Each engine has 32 MiB of model data. The first three leave what libraries keep."""
+    """Each engine has 16 MiB of model data. The first three leave what libraries keep."""
     tests = Path(__file__).parents[1]
     done = subprocess.run([sys.executable, "-c", PROGRAM, str(draws(48))], cwd=tests, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -186,8 +186,14 @@ def test_many_engines_take_the_memory_of_one():
     assert address_space <= 5, f"{resident:.1f} MiB more are resident, {address_space:.1f} MiB more reserved"
 
 
+def leave_garbage(numel):
+    """Leave a tensor that only a collection frees: in a reference cycle, as models are."""
+    cycle = [torch.ones(numel)]
+    cycle.append(cycle)
+
+
 def test_tensors_that_only_a_collection_would_free_do_not_break_the_budget():
-    """They are in reference cycles, as models are; the engine frees them before it refuses a step."""
+    """The engine frees them before it refuses a step."""
     build = partial(layers, 64, 6)
 
     def run(garbage_numel):
@@ -196,9 +202,7 @@ def test_tensors_that_only_a_collection_would_free_do_not_break_the_budget():
         with ps.initialize(build, ps.Config(device="cpu", precision="fp32", **options))[0] as engine:
             for number, batch in enumerate(inputs(4, 64, rows=4)):
                 if number == 3:  # a planned one
-                    cycle = [torch.ones(garbage_numel)]
-                    cycle.append(cycle)
-                    del cycle
+                    leave_garbage(garbage_numel)
                 train(engine, [batch])
             return engine.state_dict(), engine.stats.total.evictions
 
@@ -211,9 +215,7 @@ def test_unreachable_tensors_of_before_do_not_hide_what_a_step_needs():
     """If they were there when the engine began to measure, non-model data would seem smaller once they are freed."""
 
     def peak_bytes(garbage_numel):
-        cycle = [torch.ones(garbage_numel)]
-        cycle.append(cycle)
-        del cycle
+        leave_garbage(garbage_numel)
         config = ps.Config(device="cpu", precision="fp32", device_memory="1MiB", host_memory="4MiB")
         with ps.initialize(partial(layers, 64, 4), config)[0] as engine:
             gc.collect()

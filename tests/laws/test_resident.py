@@ -18,7 +18,7 @@ from patrickstar._autograd import windows
 from patrickstar._engine.engine import Engine
 
 from . import tiers
-from .models import config, precisions, shapes
+from .models import Fixed, config, precisions, shapes
 from .residents import PLENTY, SHAPE, engine_of, holds, same, train_until_resident
 
 two_layers, three_layers, four_layers = (partial(layers, 8, count) for count in (2, 3, 4))
@@ -222,17 +222,6 @@ def test_an_exception_ends_the_holds():
         with pytest.raises(RuntimeError):
             engine(torch.zeros(3, 5))
         assert holds(engine) == 0
-
-
-class Fixed(testing.NoMeter):
-    """Meter of a given amount."""
-
-    nbytes = 0
-
-    def now(self, chunk_bytes):
-        return self.nbytes
-
-    peak = now
 
 
 def test_memory_needed_in_a_resident_iteration_is_taken_from_held_chunks():

@@ -17,10 +17,6 @@ from .test_late_copies import some_are_slow
 from .tiers import check_a_killed_run
 
 
-def budgets(tmp_path, **disk):
-    return dict(chunk_size="18KiB", device_memory=2.0, host_memory="170KiB", disk=ps.Disk(tmp_path, **disk))
-
-
 def wait_for_reads(pages):
     for read in pages.reads:
         read.wait()
@@ -40,20 +36,20 @@ def fast_disk(monkeypatch):
 
 
 def test_updates_from_disk_that_the_step_confirms_are_committed(tmp_path, fast_disk):
-    stats = compare(loop([[clip_nothing]] * 8, [1] * 8), device="cpu", **budgets(tmp_path))
+    stats = compare(loop([[clip_nothing]] * 8, [1] * 8), device="cpu", **cases.on_disk(tmp_path))
     assert stats.speculation_hits > 0
 
 
 @pytest.mark.parametrize("event", EVENTS)
 def test_whatever_happens_before_the_step_is_seen(event, tmp_path, fast_disk):
     script = loop([[]] * 3 + [[event], [], [], [event], []], [1] * 8)
-    assert compare(script, device="cpu", **budgets(tmp_path)).speculated > 0
+    assert compare(script, device="cpu", **cases.on_disk(tmp_path)).speculated > 0
 
 
 def test_a_disk_without_room_for_spare_pages_is_no_error(tmp_path, caplog, fast_disk):
     needed = 308 << 10
     with caplog.at_level(logging.WARNING, "patrickstar"):
-        stats = compare(loop([[]] * 6, [1] * 6), device="cpu", **budgets(tmp_path, capacity=needed))
+        stats = compare(loop([[]] * 6, [1] * 6), device="cpu", **cases.on_disk(tmp_path, capacity=needed))
     assert stats.speculated == 0 and stats.disk_bytes <= needed
     said = [record for record in caplog.records if "wait for the optimizer step" in record.message]
     assert len(said) == 1
@@ -74,7 +70,7 @@ def test_a_run_killed_beside_speculative_updates_resumes_with_the_same_bits(tmp_
     check_a_killed_run(trained, tmp_path, lambda step, speculated: step >= 6 and speculated > 0)
 
 
-@pytest.mark.parametrize("seeds", some_are_slow(100, fast=10))
+@pytest.mark.parametrize("seeds", some_are_slow(100, fast=5))
 def test_no_order_of_events_changes_a_bit(seeds, tmp_path, fast_disk):
     stats = [
         run(seed, device="cpu", disk=ps.Disk(tmp_path), host_memory=f"{140 + seed % 5 * 15}KiB", device_memory=2.5)

@@ -1,7 +1,6 @@
 """Other threads wait for the engine: what they read is of a whole step, and training has the same bits."""
 
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
@@ -30,12 +29,6 @@ def build():
 
 def new_engine(device: str = "cpu") -> Engine:
     return engine_of(build, OPTIONS.model_copy(update={"device": device}), evict_everything=True)
-
-
-def in_thread(function: Callable[[], object]) -> object:
-    """Run a function in another thread, and return its result."""
-    with ThreadPoolExecutor(1) as executor:
-        return executor.submit(function).result()
 
 
 def gradients(engine: Engine) -> dict[str, torch.Tensor]:
@@ -133,7 +126,8 @@ def test_waiting_for_a_thread_that_needs_the_engine_is_refused(where, monkeypatc
     engine = new_engine()
 
     def log(*_: object) -> None:
-        in_thread(lambda: engine.module[3][0].weight.norm())
+        with ThreadPoolExecutor(1) as executor:
+            executor.submit(lambda: engine.module[3][0].weight.norm()).result()
 
     def after_forward(module, args, out):
         log() if where == "forward" else out.register_hook(log)

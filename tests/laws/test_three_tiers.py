@@ -5,7 +5,7 @@ import gc
 
 import pytest
 import torch
-from hypothesis import assume, given, reject, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from probes import after_operators, manager_of
 from sampling import draws, nightly
@@ -164,7 +164,8 @@ def test_all_budgets_hold_at_every_moment(folder, shape, chunk_size, precision, 
         patch.setattr("patrickstar._chunks.chunk_manager.HostTier", WatchedHost)
         config = on_disk(shape.build, options(precision, chunk_size), folder, batches(1)[0], room)
         config = config.model_copy(update={"device_memory": int(config.device_memory) + wave_bytes})
-        capacity = capacity_needed(shape.build, config) + (1 << 20 if "accumulation" in loop else 0)
+        tiny = config.model_copy(update={"disk": ps.Disk(directory=folder, capacity=4096)})
+        capacity = 4095 + tiers.least_host_bytes(shape.build, tiny) + (1 << 20 if "accumulation" in loop else 0)
         config = config.model_copy(update={"disk": ps.Disk(directory=folder, capacity=capacity)})
         engine = small_engine(shape.build, config, meter=Waves(wave_bytes), evict_everything=room.evict_everything)
         try:
@@ -175,15 +176,6 @@ def test_all_budgets_hold_at_every_moment(folder, shape, chunk_size, precision, 
             assert engine.stats.total.host_peak_model_bytes <= config.host_memory
         finally:
             engine.close()
-
-
-def capacity_needed(build, config):
-    """Return the smallest disk capacity that works, read from the error for a disk of one block."""
-    try:
-        small_engine(build, config.model_copy(update={"disk": ps.Disk(directory=config.disk.directory, capacity=4096)}))
-    except BudgetError as error:
-        return 4096 + error.short_bytes
-    reject()
 
 
 # Ownership and leaks

@@ -11,9 +11,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from probes import complete_updates, disk_step_of, manager_of
 from sampling import draws, nightly
+from seeded import run_step
 from toys import batches
 
 from patrickstar._layout.schema import PARAM16
+from patrickstar._step.staging_pool import StagingPool
 from patrickstar._tiers.disk_tier import DiskTier
 from patrickstar._tiers.swap_file import SwapFile
 
@@ -40,23 +42,19 @@ def steps(engine, count):
 
     Speculative reads that were dropped do not count for any step.
     """
-    transfers, dropped, pool = [], [0], disk_step_of(engine).staging_pool
-    drop = type(pool).drop
+    transfers, dropped, drop = [], [0], StagingPool.drop
 
-    def record(pages):
+    def record(pool, pages):
         dropped[0] += bytes_of(engine, pages) if pages.owner is None else 0
         drop(pool, pages)
 
-    pool.drop = record
-    for batch in batches(count):
-        before, speculative = engine.inspect(), speculative_bytes(engine) + dropped[0]
-        loss = engine(*batch)
-        engine.backward(loss)
-        engine.optimizer.step()
-        complete_updates(engine)
-        h2d, d2h, read, written = transferred(before, engine.inspect())
-        transfers.append((h2d, d2h, read + speculative - speculative_bytes(engine) - dropped[0], written))
-    del pool.drop
+    with mock.patch.object(StagingPool, "drop", record):
+        for batch in batches(count):
+            before, speculative = engine.inspect(), speculative_bytes(engine) + dropped[0]
+            run_step(engine, batch)
+            complete_updates(engine)
+            h2d, d2h, read, written = transferred(before, engine.inspect())
+            transfers.append((h2d, d2h, read + speculative - speculative_bytes(engine) - dropped[0], written))
     return transfers, dropped[0]
 
 

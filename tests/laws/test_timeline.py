@@ -3,6 +3,7 @@
 import json
 import math
 from collections import Counter
+from contextlib import nullcontext
 from itertools import pairwise
 
 import pytest
@@ -48,23 +49,18 @@ def memory_of(timeline: StepTimeline, tier: Tier) -> list[int]:
 
 @pytest.mark.parametrize("tier", ["device", "host", "disk"])
 def test_a_record_changes_nothing_and_agrees_with_the_statistics(tmp_path, tier):
-    plain, plain_stats = [], []
-    with engine_on(tier, tmp_path) as engine:
-        for number in range(STEPS):
-            plain += step(engine, number)
-            plain_stats.append(engine.stats.last)
-        expected = engine.state_dict()
-    losses, stats, used = [], [], []
-    with engine_on(tier, tmp_path) as engine:
-        manager = manager_of(engine)
-        with engine.record() as recording:
+    losses, stats, states, used = [], [], [], []
+    for records in (False, True):
+        with engine_on(tier, tmp_path) as engine, engine.record() if records else nullcontext() as recording:
+            manager = manager_of(engine)
             for number in range(STEPS):
-                losses += step(engine, number)
+                losses.append(step(engine, number))
                 stats.append(engine.stats.last)
                 used.append((manager.device_tier.used, manager.host_tier.used))
-        assert manager.timeline is None
-        assert_same_bits(expected, engine.state_dict(), "parameters")
-    assert_same_bits(plain, losses, "losses")
+            states.append(engine.state_dict())
+    assert_same_bits(*states, "parameters")
+    assert_same_bits(losses[:STEPS], losses[STEPS:], "losses")
+    plain_stats, stats, used = stats[:STEPS], stats[STEPS:], used[STEPS:]
     assert [each.step for each in recording.timelines] == RECORDED
     for name in ("h2d_bytes", "d2h_bytes", "evictions", "device_peak_model_bytes"):
         assert [getattr(each, name) for each in plain_stats] == [getattr(each, name) for each in stats]
@@ -106,8 +102,10 @@ def test_all_disk_bytes_are_recorded(tmp_path):
 
 def test_gradients_take_the_place_of_parameters(tmp_path):
     """Each chunk of parameters holds gradients once, from backward to its update."""
-    with engine_on("host", tmp_path) as engine, engine.record() as recording:
-        step(engine, 0)
+    with engine_on("host", tmp_path) as engine:
+        with engine.record() as recording:
+            step(engine, 0)
+        assert manager_of(engine).timeline is None
     (timeline,) = recording.timelines
     (_, forward), (backward_s, backward), (step_s, _), _ = timeline.phases
     assert (forward, backward) == ("forward", "backward")

@@ -117,7 +117,10 @@ def least_device_bytes(build: Build, config: ps.Config, batch: tuple[Any, ...]) 
 
 
 def least_host_bytes(build: Build, config: ps.Config) -> int:
-    """Return the smallest host budget with this device budget, read from the error for a host of one byte."""
+    """Return the smallest host budget with this device budget, read from the error for a host of one byte.
+
+    Or, for a disk of some bytes, one more than it lacks.
+    """
     try:
         small_engine(build, config).close()
     except BudgetError as error:

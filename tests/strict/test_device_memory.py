@@ -14,12 +14,12 @@ import strict_device
 import torch
 import toys
 from laws.test_late_copies import some_are_slow
+from probes import PeakMeter
 from torch import nn
 from toys import Shape
 
 import patrickstar as ps
 from patrickstar._engine.engine import Engine
-from patrickstar._hardware.memory_meter import DeviceMeter
 from patrickstar._tiers.hardware import Hardware
 from patrickstar.errors import BudgetError
 
@@ -28,21 +28,6 @@ SMALL_BYTES, WORKSPACE_BYTES = 1024, 32 << 10
 """1/1024 of what a GPU of the Hopper generation has: so are the models."""
 AVERAGED = partial(ps.EMA, ps.AdamW(), decay=0.9)
 OPTIMIZERS = ps.AdamW, ps.SGD, ps.Lion, ps.Muon, ps.AdamW8bit, AVERAGED
-
-
-class PeakMeter(DeviceMeter):
-    """Meter that keeps the peaks over all restarts."""
-
-    allocated = reserved = 0
-
-    def note(self) -> None:
-        stats = torch.accelerator.memory_stats(DEVICE)
-        self.allocated = max(self.allocated, stats["allocated_bytes.all.peak"])
-        self.reserved = max(self.reserved, stats["reserved_bytes.all.peak"])
-
-    def restart(self) -> None:
-        self.note()
-        super().restart()
 
 
 def like_a_gpu(**options: int) -> None:
@@ -131,7 +116,7 @@ def run(seed: int, directory: Path) -> str:
 
 
 @pytest.mark.filterwarnings("ignore:the device had no memory left")
-@pytest.mark.parametrize("seeds", some_are_slow(200, fast=10))
+@pytest.mark.parametrize("seeds", some_are_slow(200, fast=6))
 def test_peaks_are_within_the_budget(seeds, tmp_path):
     print(f"draws in {seeds}")
     refusals = list(filter(None, (run(seed, tmp_path) for seed in seeds)))

@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -65,16 +64,11 @@ def test_without_spare_memory_nothing_is_updated_early():
     assert stats.speculated < LAYERS
 
 
-def on_disk(tmp_path: Path) -> dict[str, Any]:
-    """Return budgets that leave states on disk, where updates have pages to themselves."""
-    return dict(chunk_size="18KiB", device_memory=2.0, host_memory="170KiB", disk=ps.Disk(tmp_path))
-
-
 @pytest.mark.parametrize("event", [each for each in EVENTS[1:] if "gradient" not in each.__name__])
 def test_updates_from_disk_see_whatever_happens_before_the_step(event, tmp_path, monkeypatch):
     begun, begin = [], SparePages.begin
     monkeypatch.setattr(SparePages, "begin", lambda home, rules: begun.append(rules) or begin(home, rules))
-    compare(loop([[]] * 3 + [[event], [], [], [event], []], [1] * 8), seed=9, **on_disk(tmp_path))
+    compare(loop([[]] * 3 + [[event], [], [], [event], []], [1] * 8), seed=9, **cases.on_disk(tmp_path))
     assert begun
 
 

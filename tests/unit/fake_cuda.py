@@ -82,7 +82,8 @@ class FakeCuda:
         self.settings = {"PYTORCH_CUDA_ALLOC_CONF": text, "expandable_segments": "segments:True" in text}
 
 
-def install(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+@pytest.fixture
+def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     """Replace the CUDA calls of PyTorch for a test."""
     fake = FakeCuda()
     cudart = SimpleNamespace(

@@ -81,16 +81,16 @@ class Counted:
 
 
 def test_gradient_statistics_of_several_launches(fused, monkeypatch):
-    monkeypatch.setattr(triton_backend, "LAUNCH_COUNT", 3)
+    monkeypatch.setattr(triton_backend, "LAUNCH_COUNT", 2)
     monkeypatch.setattr(triton_backend, "LAUNCH_NUMEL", 10_000)
     launches = []
     kernel = fused._kernels.grad_stats_kernel
     monkeypatch.setattr(fused._kernels, "grad_stats_kernel", Counted(kernel, launches))
     generator = torch.Generator().manual_seed(0)
-    numels = (1, 2, 3, 4, 9_000, 999, 20_000, 1)
+    numels = (1, 2, 3, 20_000, 1)
     gradients = [Gradient(kernel_cases.numbers(numel, torch.bfloat16, generator, special=False)) for numel in numels]
     assert fused.grad_stats(gradients, ()) == kernel_cases.EagerBackend().grad_stats(gradients, ())
-    assert len(launches) == 5
+    assert len(launches) == 4
 
 
 @pytest.mark.parametrize("dtype", kernel_cases.DTYPES, ids=str)

@@ -89,28 +89,19 @@ def test_empty_chunk_is_evicted_and_fetched(page_pool, host):
     chunk.memory.close()
 
 
-def test_views_see_the_bytes_after_a_fetch(page_pool, host):
+def test_views_see_the_bytes_after_a_fetch_which_changes_no_version_counter_of_autograd(page_pool, host):
     chunk = chunk_of([float(i) for i in range(8)], page_pool)
     view = chunk.on_device(Region(2, (2, 3), (3, 1)))
-    derived = view.t()[1:]
+    derived, storage, version = view.t()[1:], chunk.storage, view._version
     assert derived.tolist() == [[3.0, 6.0], [4.0, 7.0]]
-    storage = chunk.storage
+    factor = torch.ones(2, 3, requires_grad=True)
+    loss = (view * factor).sum()
     evict_and_fetch(chunk, host, page_pool)
-    assert chunk.storage is storage
+    assert chunk.storage is storage and view._version == version
     assert view.untyped_storage()._cdata == storage._cdata
     assert derived.tolist() == [[3.0, 6.0], [4.0, 7.0]]
-
-
-def test_transfers_do_not_change_autograd_version_counters(page_pool, host):
-    chunk = chunk_of([1.0, 2.0, 3.0, 4.0], page_pool)
-    weight = chunk.on_device(chunk.whole)
-    version = weight._version
-    factor = torch.ones(4, requires_grad=True)
-    loss = (weight * factor).sum()
-    evict_and_fetch(chunk, host, page_pool)
-    assert weight._version == version
     loss.backward()
-    assert factor.grad.tolist() == [1.0, 2.0, 3.0, 4.0]
+    assert factor.grad.tolist() == [[2.0, 3.0, 4.0], [5.0, 6.0, 7.0]]
 
 
 def test_every_view_has_its_own_version_counter(page_pool):
@@ -199,11 +190,8 @@ def test_a_view_may_outlive_its_chunk(page_pool):
 @pytest.mark.parametrize("dtype", sorted({*ITEMSIZE, "int64", "int32", "int16", "int8", "uint8", "bool"}))
 def test_poison_is_nan_or_the_largest_integer_and_booleans_stay(dtype):
     buffer = torch.tensor([1, 0, 1], dtype=getattr(torch, dtype))
-    before = buffer.clone()
     fill_poison(buffer)
     if buffer.is_floating_point():
         assert buffer.isnan().all()
     else:
-        assert torch.equal(
-            buffer, before if dtype == "bool" else torch.full_like(buffer, torch.iinfo(buffer.dtype).max)
-        )
+        assert buffer.tolist() == ([True, False, True] if dtype == "bool" else 3 * [torch.iinfo(buffer.dtype).max])

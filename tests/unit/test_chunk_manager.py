@@ -317,14 +317,9 @@ TestOperations = Operations.TestCase
 TestOperations.settings = settings(derandomize=True, deadline=None, max_examples=draws(200), stateful_step_count=30)
 
 
-def manager_of(count: int, device_bytes: int, host_bytes: int, tier: Tier) -> tuple[ChunkManager, list[Chunk]]:
-    """Create a manager with `param16` chunks of UNIT bytes each."""
-    manager = ChunkManager(CPU, device_bytes, host_bytes, poison=True)
-    return manager, [manager.new_chunk(PARAM16, i, ALIGN_NUMEL, "bfloat16", tier) for i in range(count)]
-
-
 def test_the_policy_is_given_the_current_moment():
-    manager, chunks = manager_of(4, 3 * UNIT, 10 * UNIT, Tier.HOST)
+    manager = ChunkManager(CPU, 3 * UNIT, 10 * UNIT, poison=True)
+    chunks = [manager.new_chunk(PARAM16, index, ALIGN_NUMEL, "bfloat16", Tier.HOST) for index in range(4)]
     manager.eviction_policy = DemandFetch(Trace([Moment((index,)) for index in (0, 1, 2, 1, 3, 0, 2, 1)]), {}, 0)
     manager.fetch(chunks[:3])
     manager.now = 4

@@ -20,11 +20,14 @@ TRAINED32 = schema_for("float32", trained=True)
 SCHEMAS = [TRAINED16, FROZEN16, TRAINED32]
 
 chunk_numels = st.integers(1, 1200)
+any_numel = st.integers(0, 1600)
+meshes = st.sampled_from([(2, 2), (2, 1), (1, 2), (1, 3), (1, 4), (3, 2), (2, 3)])
+"""Numbers of replicas and of shards."""
 
 
-def parameters(schemas=SCHEMAS, alone=None):
-    one = st.tuples(st.integers(0, 1600), st.sampled_from(schemas), st.booleans() if alone is None else st.just(alone))
-    return st.lists(one, max_size=25).map(
+def parameters(schemas=SCHEMAS, numels=any_numel, **sizes):
+    one = st.tuples(numels, st.sampled_from(schemas), st.booleans())
+    return st.lists(one, **{"max_size": 25} | sizes).map(
         lambda drawn: [ParamSpec(f"p{i}", numel, schema, alone) for i, (numel, schema, alone) in enumerate(drawn)]
     )
 
@@ -61,21 +64,10 @@ def test_no_parameter_straddles_or_overlaps(params, chunk_numel):
     check_sound(build_layout(params, chunk_numel), params)
 
 
-@given(parameters(), chunk_numels, st.integers(2, 4), st.booleans())
-def test_shards_of_several_ranks_are_aligned_too(params, chunk_numel, nproc, grouped):
-    for rank in range(nproc):
-        group = ShardGroup.of(rank, [range(nproc)])
-        layout = build_layout([replace(param, group=group) for param in params], chunk_numel, grouped=grouped)
-        for chunk in layout.chunks:
-            assert all(bound % ALIGN_NUMEL == 0 for bound in chunk.shard_bounds)
-        for name, location in layout.locations.items():
-            own, first = layout.local_location(name)
-            assert location.offset % ALIGN_NUMEL == own.offset % ALIGN_NUMEL == 0
-            assert first % ALIGN_NUMEL == 0, "a rank's shard of a parameter is not aligned"
-
-
-@given(parameters(), chunk_numels, st.sampled_from([(2, 2), (2, 1), (1, 2), (3, 2), (2, 3)]), st.booleans())
-def test_shards_of_replicas(params, chunk_numel, mesh, grouped):
+@given(
+    parameters(), chunk_numels, st.sampled_from([(2, 2), (2, 1), (1, 2), (1, 3), (1, 4), (3, 2), (2, 3)]), st.booleans()
+)
+def test_shards_of_replicas_are_aligned_too(params, chunk_numel, mesh, grouped):
     replicas, shards = mesh
     size, stored_bytes = replicas * shards, 0
     for rank in range(size):
@@ -86,7 +78,12 @@ def test_shards_of_replicas(params, chunk_numel, mesh, grouped):
         assert [group.ranks[position] // shards for position in group.replicate_positions] == list(range(replicas))
         assert {group.ranks[position] % shards for position in group.replicate_positions} == {shard}
         layout = build_layout([replace(param, group=group) for param in params], chunk_numel, grouped=grouped)
+        for name, location in layout.locations.items():
+            own, first = layout.local_location(name)
+            assert location.offset % ALIGN_NUMEL == own.offset % ALIGN_NUMEL == 0
+            assert first % ALIGN_NUMEL == 0, "a rank's shard of a parameter is not aligned"
         for chunk in layout.chunks:
+            assert all(bound % ALIGN_NUMEL == 0 for bound in chunk.shard_bounds)
             ends = chunk.node.start, chunk.node.stop
             assert chunk.node.start <= chunk.own.start <= chunk.own.stop <= chunk.node.stop or replicas == 1
             if grouped:

@@ -2,6 +2,7 @@
 
 from hypothesis import strategies as st
 from sampling import fixed_draws
+from test_chunk_mapping import parameters
 
 from patrickstar._layout.chunk_mapping import ALIGN_NUMEL, ParamSpec, align, build_layout
 from patrickstar._layout.chunk_size_search import (
@@ -18,14 +19,7 @@ SCHEMAS = [schema_for(dtype, trained) for dtype in ("bfloat16", "float32") for t
 BUDGET = 1 << 40
 
 
-def parameters(largest_numel, max_size):
-    one = st.tuples(st.integers(1, largest_numel), st.sampled_from(SCHEMAS), st.booleans())
-    return st.lists(one, min_size=1, max_size=max_size).map(
-        lambda drawn: [ParamSpec(f"p{i}", numel, schema, alone) for i, (numel, schema, alone) in enumerate(drawn)]
-    )
-
-
-@given(parameters(1600, 12), st.integers(1, 1 << 17))
+@given(parameters(SCHEMAS, st.integers(1, 1600), min_size=1, max_size=12), st.integers(1, 1 << 17))
 def test_no_size_of_the_range_wastes_less_and_no_larger_one_as_little(params, budget_bytes):
     upper = largest_useful_numel(params, budget_bytes)
     layout = search_layout(params, budget_bytes)
@@ -36,7 +30,7 @@ def test_no_size_of_the_range_wastes_less_and_no_larger_one_as_little(params, bu
     assert layout.chunk_numel == max(size for size, nbytes in padding.items() if nbytes == smallest)
 
 
-@given(parameters(1 << 22, 30), st.integers(1 << 10, 1 << 32))
+@given(parameters(SCHEMAS, st.integers(1, 1 << 22), min_size=1, max_size=30), st.integers(1 << 10, 1 << 32))
 def test_large_sizes_stay_in_the_range_and_waste_no_more_than_its_upper_end(params, budget_bytes):
     upper = largest_useful_numel(params, budget_bytes)
     layout = search_layout(params, budget_bytes)
@@ -44,7 +38,7 @@ def test_large_sizes_stay_in_the_range_and_waste_no_more_than_its_upper_end(para
     assert layout.padding_bytes <= build_layout(params, upper).padding_bytes
 
 
-@given(parameters(1 << 26, 30), st.integers(1, BUDGET))
+@given(parameters(SCHEMAS, st.integers(1, 1 << 26), min_size=1, max_size=30), st.integers(1, BUDGET))
 def test_the_largest_useful_size(params, budget_bytes):
     upper = largest_useful_numel(params, budget_bytes)
     itemsize = max(param.schema.compute.itemsize for param in params)

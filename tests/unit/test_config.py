@@ -19,6 +19,8 @@ def test_a_budget_is_all_there_is_to_choose_and_sizes_become_bytes():
     assert config.activation_offload is False
     config = Config(device_memory="2GiB", host_memory=12345, chunk_size="4 MiB")
     assert (config.device_memory, config.host_memory, config.chunk_size) == (2 * 1024**3, 12345, 4 * 1024**2)
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    assert {precision: Config(precision=precision).compute_dtype for precision in dtypes} == dtypes
 
 
 @pytest.mark.parametrize(
@@ -141,23 +143,14 @@ def test_options_can_not_be_changed_afterwards(kind):
 
 
 def test_an_optimizer_keeps_its_kind_and_its_defaults_are_torchs():
-    of_adam, of_sgd = (
-        ("lr", "betas", "eps", "weight_decay"),
-        ("lr", "momentum", "dampening", "weight_decay", "nesterov"),
-    )
+    of_adam = ("lr", "betas", "eps", "weight_decay")
+    of_sgd = ("lr", "momentum", "dampening", "weight_decay", "nesterov")
     for kind, names in ((Adam, of_adam), (AdamW, of_adam), (SGD, of_sgd)):
         defaults = getattr(torch.optim, kind.__name__)([torch.zeros(1)]).defaults
         assert {name: getattr(kind(), name) for name in names} == {name: defaults[name] for name in names}
         assert type(Config(optimizer=kind()).optimizer) is kind
     assert Config(optimizer=AdamW()).optimizer.decoupled
     assert not Config(optimizer=Adam()).optimizer.decoupled
-
-
-@pytest.mark.parametrize(
-    ("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)]
-)
-def test_precision_is_a_compute_dtype(precision, dtype):
-    assert Config(precision=precision).compute_dtype == dtype
 
 
 def test_the_package_offers_them():

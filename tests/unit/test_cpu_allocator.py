@@ -65,17 +65,13 @@ def test_peak_and_its_reset(allocator):
     assert allocator.peak_bytes - before == lasting.nbytes
 
 
-def test_storages_that_grow_and_shrink(allocator):
+def test_storages_that_grow_and_shrink_count_and_memory_of_others_does_not(allocator):
     before, tensor = allocator.live_bytes, torch.empty(10)
     tensor.untyped_storage().resize_(10_000)
     assert allocator.live_bytes - before == 10_000
     tensor.untyped_storage().resize_(0)
     assert allocator.live_bytes == before
-
-
-def test_memory_of_others_is_not_counted(allocator):
-    before, array = allocator.live_bytes, np.zeros(1000)
-    tensor = torch.from_numpy(array)
+    tensor = torch.from_numpy(np.zeros(1000))
     assert allocator.live_bytes == before and tensor.numel() == 1000
 
 

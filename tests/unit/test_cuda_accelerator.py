@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fake_cuda import MIB, OUT_OF_MEMORY, FakeCuda, install
+from fake_cuda import MIB, OUT_OF_MEMORY, FakeCuda
 from resident_pages import resident_bytes_at
 
 from patrickstar._cli import doctor
@@ -25,12 +25,6 @@ from patrickstar._tiers.transfer_counters import TransferCounters
 GIB = 1 << 30
 SECOND = torch.device("cuda", 1)
 PAGE = mmap.PAGESIZE
-
-
-@pytest.fixture
-def fake_cuda(monkeypatch):
-    """Replace PyTorch's CUDA calls."""
-    return install(monkeypatch)
 
 
 @pytest.fixture

@@ -1,6 +1,4 @@
-"""Eviction by next use compared with the optimum of an exhaustive search on small traces."""
-
-from itertools import combinations
+"""Eviction in the order of lists, of last and of next uses; `test_prefetch.py` compares the latter with the optimum."""
 
 import pytest
 from hypothesis import strategies as st
@@ -44,30 +42,8 @@ def fetches(
     return count
 
 
-def optimum(accesses: Accesses, capacity: int) -> int:
-    """Return the fewest possible fetches, by dynamic programming over the sets of resident chunks."""
-    cheapest = {frozenset[int](): 0}
-    for chunks in accesses:
-        following: dict[frozenset[int], int] = {}
-        for resident, cost in cheapest.items():
-            cost += len(set(chunks) - resident)
-            others = resident - set(chunks)
-            for count in range(min(len(others), capacity - len(chunks)) + 1):
-                for stay in combinations(sorted(others), count):
-                    after = frozenset(chunks) | frozenset(stay)
-                    following[after] = min(cost, following.get(after, cost))
-        cheapest = following
-    return min(cheapest.values())
-
-
 def next_use(accesses: Accesses) -> DemandFetch:
     return DemandFetch(Trace([Moment(chunks) for chunks in accesses]), {}, 0)
-
-
-@given(cases(), st.sampled_from([1, 3]))
-def test_next_use_fetches_no_more_than_the_optimum(case, iterations):
-    capacity, accesses = case
-    assert fetches(next_use(accesses), accesses, capacity, iterations) == optimum(accesses * iterations, capacity)
 
 
 def layers_of_experts(layers, experts, parameters):

@@ -86,22 +86,13 @@ def test_a_refusal_says_the_bytes_of_all_and_names_budgets_of_which_one_byte_les
     assert "With less, add a disk: ps.Config(disk=ps.Disk(directory))" in str(error)
 
 
-@given(cases(), shares, shares, st.integers(0, 1000))
-def test_more_memory_is_never_refused_where_less_was_not(case, device_share, host_share, more):
+@given(cases(), shares, shares, shares, st.integers(0, 1000))
+def test_more_memory_or_a_disk_is_never_refused_where_less_was_not(case, device_share, host_share, disk_share, more):
     device, host = budgets(case, device_share, host_share)
     if refusal(case, device, host) is None:
         assert refusal(case, device + more, host) is None
         assert refusal(case, device, host + more) is None
-
-
-@given(cases())
-def test_memory_for_everything_is_enough(case):
-    layout, operators = case
-    working_set = working_set_bytes(layout, operators)
-    everything = layout.model_data_bytes
-    assert refusal(case, working_set, everything) is None
-    assert refusal(case, everything + working_set, 0) is None
-    assert refusal(case, working_set - 1, AMPLE) is not None
+        assert refusal(case, device, host, int(disk_share * disk_for_everything(case))) is None
 
 
 def disk_for_everything(case) -> int:
@@ -110,8 +101,12 @@ def disk_for_everything(case) -> int:
 
 
 @given(cases(), shares)
-def test_with_a_disk_for_everything_the_device_needs_its_working_set_alone_and_the_host_nothing(case, host_share):
-    working_set, disk = working_set_bytes(*case), disk_for_everything(case)
+def test_with_memory_or_a_disk_for_everything_the_device_needs_its_working_set_alone(case, host_share):
+    """And with such a disk the host needs nothing."""
+    working_set, everything, disk = working_set_bytes(*case), case[0].model_data_bytes, disk_for_everything(case)
+    assert refusal(case, working_set, everything) is None
+    assert refusal(case, everything + working_set, 0) is None
+    assert refusal(case, working_set - 1, AMPLE) is not None
     _, host = budgets(case, 0, host_share)
     assert refusal(case, working_set, host, disk) is None
     assert refusal(case, working_set - 1, host, disk) is not None
@@ -152,13 +147,6 @@ def test_a_disk_is_used_too_where_memory_holds_all_but_leaves_operators_no_room(
     assert initial_placement(layout.chunks, Budgets(device, host)) is not None
     assert refusal((layout, operators), device, host) is not None
     assert refusal((layout, operators), device, host, disk, 1) is None
-
-
-@given(cases(), shares, shares, shares)
-def test_a_disk_never_makes_budgets_too_small_that_were_enough(case, device_share, host_share, disk_share):
-    device, host = budgets(case, device_share, host_share)
-    if refusal(case, device, host) is None:
-        assert refusal(case, device, host, int(disk_share * disk_for_everything(case))) is None
 
 
 @given(st.integers(0, 200), st.integers(0, 200))

@@ -52,9 +52,7 @@ def test_all_memory_is_released():
 
 
 def test_blocks_stay_within_what_the_last_step_left():
-    tier = HostTier(1 << 16, 1 << 16, HostArena, poison=True)
-    tier.spare_use_bytes = tier.budget_bytes
+    tier, blocks = spare(0)
     tier.release_block(tier.allocate_block(60_000))  # needed in the last step
     tier.reset_peaks()
-    blocks = _SpareBlocks(tier)
     assert blocks.provide(SIZES) and not blocks.provide(SIZES)

@@ -4,9 +4,9 @@ import mmap
 
 import pytest
 import torch
+from late_transfer import LateTransfer
 
 from patrickstar._chunks.chunk_manager import ChunkManager
-from patrickstar._hardware.transfer import CompletedTransfer
 from patrickstar._schedule.placement import Tier
 from patrickstar._tiers.chunk import Chunk
 from patrickstar._tiers.hardware import Hardware
@@ -33,27 +33,8 @@ def values(chunk: Chunk) -> set[float]:
     return set(chunk.on_host(chunk.whole).tolist())
 
 
-class CountedTransfer(CompletedTransfer):
-    """Completed transfer that counts its waits."""
-
-    def __init__(self) -> None:
-        super().__init__("nothing")
-        self.waits = 0
-
-    def wait(self) -> None:
-        self.waits += 1
-
-
-class PendingTransfer(CountedTransfer):
-    """Transfer that ends when it is waited for."""
-
-    @property
-    def done(self) -> bool:
-        return self.waits > 0
-
-
 def test_a_released_block_is_used_again_after_its_copy():
-    host, copy = tier(3 * ALIGN_BYTES), PendingTransfer()
+    host, copy = tier(3 * ALIGN_BYTES), LateTransfer("a copy")
     block = host.allocate_block(2 * ALIGN_BYTES)
     host.copy_issued(block, copy)
     host.release_block(block)
@@ -65,7 +46,7 @@ def test_a_released_block_is_used_again_after_its_copy():
 
 
 def test_blocks_move_after_their_copies():
-    host, copy = tier(4 * ALIGN_BYTES), PendingTransfer()
+    host, copy = tier(4 * ALIGN_BYTES), LateTransfer("a copy")
     first, second = host.allocate_block(ALIGN_BYTES), host.allocate_block(ALIGN_BYTES)
     host.copy_issued(second, copy)
     host.release_block(first)
@@ -73,7 +54,7 @@ def test_blocks_move_after_their_copies():
     assert copy.waits == 1 and second.start == 0
 
 
-def test_peaks_are_those_since_the_last_reset():
+def test_peaks_are_those_since_the_last_reset_and_a_summary_has_what_is_used():
     host = tier(4096)
     chunk, small = chunk_on(host, 8), chunk_on(host, 2)
     block = host.allocate_block(512)
@@ -85,12 +66,7 @@ def test_peaks_are_those_since_the_last_reset():
     host.free(small)
     block = host.allocate_block(128)
     assert (host.peak, host.other_peak) == (256, 128)
-
-
-def test_usage_summary():
-    host = tier(4096)
     chunk_on(host, 2)
-    host.allocate_block(128)
     assert host.usage_summary() == (
         "chunks use 256 bytes and offloaded activations and pages in flight 128 bytes of a budget of 4096 bytes"
     )
@@ -148,15 +124,6 @@ def test_only_duplicate_copies_are_freed_to_make_room():
     double.free_device(poison=False)
 
 
-def test_the_block_of_a_chunk_being_evicted_to_it_is_not_freed():
-    host = tier(2 * ALIGN_BYTES)
-    chunk = chunk_on(host, 2)
-    chunk.allocate_device()
-    chunk.device.valid, chunk.host.valid, chunk.device.reader = True, False, CountedTransfer()
-    assert not host.has_room(ALIGN_BYTES)
-    assert chunk.host.present
-
-
 @pytest.mark.parametrize("poison", [True, False])
 def test_freed_memory_is_poisoned_on_request(poison):
     host = tier(4096, poison=poison)
@@ -178,7 +145,7 @@ def between_gaps():
 
 @pytest.mark.parametrize("kind", ["reader", "writer"])
 def test_transfers_in_flight_are_waited_for_before_blocks_move(between_gaps, kind):
-    (host, second), copy = between_gaps, CountedTransfer()
+    (host, second), copy = between_gaps, LateTransfer("a copy")
     setattr(second.host, kind, copy)
     block = host.allocate_block(256)
     assert copy.waits == 0, "there was a gap, so no block moved"

@@ -19,10 +19,8 @@ def test_a_gpu_is_that_of_the_machine_with_it(gpu, machine):
 
 
 def test_a_desktop_of_parts_is_the_desktop():
-    own, whole = (
-        machine_of_parts("rtx4090", host_memory="64GB", disk="2TB:7GB/s:5GB/s"),
-        find_machine("RTX4090-desktop"),
-    )
+    own = machine_of_parts("rtx4090", host_memory="64GB", disk="2TB:7GB/s:5GB/s")
+    whole = find_machine("RTX4090-desktop")
     assert (own.gpu, own.host, own.disk) == (whole.gpu, whole.host, whole.disk)
 
 

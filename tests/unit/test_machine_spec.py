@@ -171,13 +171,8 @@ def test_a_process_has_a_part_of_a_machine():
     assert part.host.update_bandwidth(1, 2) == CPU.host.update_bandwidth(2, 2) / 2
     assert part.transfer_rates(1) == (30, 20), "its cores copy"
     sockets = Host(memory=1, memory_bandwidth=800, cores=4, sockets=2, core_bandwidth=150)
-    node = NODE.model_copy(
-        update={
-            "host": sockets,
-            "links": Links(h2d=50, d2h=40, gpu_gpu=100, shared_by=2),
-            "disk": DiskDrive(capacity=100, read=8, write=4),
-        }
-    )
+    links, disk = Links(h2d=50, d2h=40, gpu_gpu=100, shared_by=2), DiskDrive(capacity=100, read=8, write=4)
+    node = NODE.model_copy(update={"host": sockets, "links": links, "disk": disk})
     part = node.share(2)
     assert part.transfer_rates(1) == node.transfer_rates(2) == (25, 25)
     assert part.host.update_bandwidth(1, 9) == node.host.update_bandwidth(2, 2) / 2 == 300

@@ -95,11 +95,8 @@ def test_meter_closes_its_files():
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_cpu_counts_tensors_where_they_are_allocated():
+def test_cpu_counts_tensors_where_they_are_allocated_and_a_sampled_meter_warns(monkeypatch, tmp_path):
     assert isinstance(host_meter(), AllocatorMeter)
-
-
-def test_sampled_meter_warns_without_kernel_peak(monkeypatch, tmp_path):
     monkeypatch.setattr(meter, "cpu_allocator", lambda: None)
     monkeypatch.setattr(meter, "_CLEAR_REFS", tmp_path / "missing")
     with pytest.warns(UserWarning, match=r"not writable here: .*peaks inside operators are missed"):

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import tomllib
+from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 
@@ -88,11 +89,27 @@ def test_without_any_of_the_packages_every_name_says_what_to_install():
     assert len(results) == sum(map(len, NAMES.values()))
 
 
+def test_what_needs_parts_of_newer_versions_is_refused_without_them(monkeypatch):
+    """In this process; the slow test has one in which nothing was imported before."""
+    package = import_module("patrickstar.integrations.transformers")
+    for name in [name for name in sys.modules if name.startswith(f"{package.__name__}._")]:
+        monkeypatch.delitem(sys.modules, name)
+        monkeypatch.delattr(package, name.rpartition(".")[2])
+    import_module("transformers.modeling_utils")  # imports them itself, in versions that have them
+    for name in NEWER_PARTS:
+        monkeypatch.setitem(sys.modules, name, None)
+    for name in TRANSFORMERS:
+        refused = pytest.raises(MissingPackageError, match=r"5\.23 or newer.*which has no transformers\.distributed\.")
+        with refused if name in ("parallelize", "stack_experts") else nullcontext():
+            getattr(package, name)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("hidden", "names"),
     [
         (["peft", "trl"], {"transformers": TRANSFORMERS}),
-        pytest.param([], {"transformers": TRANSFORMERS, "trl": ["SFTTrainer"]}, marks=pytest.mark.slow),
+        ([], {"transformers": TRANSFORMERS, "trl": ["SFTTrainer"]}),
     ],
 )
 def test_without_parts_of_newer_versions_only_what_needs_them_is_refused(hidden, names):

@@ -108,15 +108,12 @@ def test_with_a_host_for_everything_no_optimizer_chunk_begins_on_the_device(chun
     assert all(warm + nbytes > device * WARM_UP_PERCENT // 100 for nbytes in left_over)
 
 
-def test_no_initial_placement():
+def test_where_chunks_begin_by_hand():
     chunks = [chunk(0, 64), chunk(1, 64)]
     assert initial_placement(chunks, Budgets(10_000, 0)) is not None
     assert initial_placement(chunks, Budgets(0, 10_000)) is None, "no operator could run"
     assert initial_placement(chunks, Budgets(0, 10_000, 1 << 30)) is None, "a disk does not help"
     assert initial_placement(chunks, Budgets(128, 1536)) is None, "no room to exchange two chunks"
-
-
-def test_where_chunks_begin_by_hand():
     chunks = [chunk(0, 64), chunk(1, 64), chunk(2, 64)]
     below = ChunkTiers(compute=Tier.DEVICE, optimizer=Tier.HOST)
     assert initial_placement(chunks, Budgets(480, 10_000)) == {0: below, 1: below, 2: below}

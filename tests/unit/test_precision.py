@@ -136,11 +136,8 @@ def test_mappings_keep_their_kind(mapping):
     assert mapping["x"].dtype == FP32
     if isinstance(mapping, Output):
         assert (found.x.dtype, mapping.x.dtype) == (BF16, FP32)
-
-
-def test_a_dataclass_may_have_fields_its_constructor_does_not_take():
-    found = cast(Counted(torch.ones(3)))
-    assert (found.values.dtype, found.count) == (BF16, 3)
+    counted = cast(Counted(torch.ones(3)))  # its constructor does not take each of its fields
+    assert (counted.values.dtype, counted.count) == (BF16, 3)
 
 
 def test_a_packed_sequence_keeps_its_batch_sizes_where_pytorch_wants_them():
@@ -166,18 +163,14 @@ def test_a_model_of_one_dtype_computes_in_the_one_asked_for():
     assert set(compute_dtypes(model, FP32).values()) == {FP32}
     assert list(compute_dtypes(model, BF16)) == [name for name, _ in model.named_parameters()]
     assert set(compute_dtypes(model.half(), BF16).values()) == {BF16}
-
-
-def test_a_model_that_mixes_dtypes_has_made_its_choice():
-    model = nn.ModuleDict({"body": nn.Linear(2, 2, dtype=BF16), "norm": nn.LayerNorm(2)})
-    body, norm = dict.fromkeys(("body.weight", "body.bias"), BF16), dict.fromkeys(("norm.weight", "norm.bias"), FP32)
-    assert compute_dtypes(model, FP16) == body | norm
-
-
-def test_integers_keep_their_dtype_and_are_no_mixture():
+    # Integers keep their dtype and are no mixture.
     model = nn.Linear(2, 2, bias=False)
     model.table = nn.Parameter(torch.ones(2, dtype=torch.int64), requires_grad=False)
     assert compute_dtypes(model, BF16) == {"weight": BF16, "table": torch.int64}
+    # A model that mixes dtypes has made its choice.
+    model = nn.ModuleDict({"body": nn.Linear(2, 2, dtype=BF16), "norm": nn.LayerNorm(2)})
+    body, norm = dict.fromkeys(("body.weight", "body.bias"), BF16), dict.fromkeys(("norm.weight", "norm.bias"), FP32)
+    assert compute_dtypes(model, FP16) == body | norm
 
 
 @pytest.mark.parametrize(
@@ -219,9 +212,7 @@ def test_parameters_kept_in_fp32():
     for missing in ("gat", "weigh", "gate.body", "x"):
         with pytest.raises(ConfigError, match=f"no parameter of the model has '{missing}'"):
             in_fp32(missing)
-
-
-def test_a_tied_parameter_is_kept_by_any_of_its_names():
+    # A tied parameter is kept by any of its names.
     model = nn.ModuleDict({"embedding": nn.Embedding(2, 2), "head": nn.Linear(2, 2, bias=False)})
     model["head"].weight = model["embedding"].weight
     assert compute_dtypes(model, BF16, ("head",)) == {"embedding.weight": FP32}
@@ -251,24 +242,19 @@ def test_the_scale_follows_torchs_gradient_scaler(overflows):
         assert (ours.scale, ours.good_steps) == (scale.item(), good_steps.item())
 
 
-def test_without_fp16_nothing_is_scaled():
-    scaler = LossScaler(enabled=False)
-    for overflow in (True, False, True):
-        scaler.update(overflow)
-    scaler.load_state_dict({"scale": 4.0, "good_steps": 1})
-    assert scaler.scale == 1.0
-
-
-def test_a_resumed_scaler_goes_on_where_the_other_was():
-    one, other = Impatient(enabled=True), Impatient(enabled=True)
+def test_a_resumed_scaler_goes_on_where_the_other_was_and_without_fp16_nothing_is_scaled():
+    one, other, off = Impatient(enabled=True), Impatient(enabled=True), LossScaler(enabled=False)
     for overflow in (True, True, False, False):
         one.update(overflow)
+        off.update(overflow)
     other.load_state_dict({})
     assert other.scale == LossScaler.INITIAL_SCALE
-    other.load_state_dict(one.state_dict())
+    for scaler in (other, off):
+        scaler.load_state_dict(one.state_dict())
     for scaler in (one, other):
         scaler.update(overflow=False)
     assert one.scale == other.scale == LossScaler.INITIAL_SCALE / 2
+    assert off.scale == 1.0
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=5), st.sampled_from([0.1, 1.0, 100.0]), st.integers(0, 9))

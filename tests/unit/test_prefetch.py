@@ -170,12 +170,9 @@ def test_over_a_chain_the_same_bytes_come_and_the_next_layer_is_there(drawn):
         assert played.trace.moments[(now + 1) % (2 * layers)].chunks[0] in played.present
 
 
-def test_chunks_that_are_never_used_are_evicted_first():
+def test_chunks_that_are_never_used_are_evicted_first_and_those_in_use_are_waited_for():
     policy = AggressivePrefetch(Trace([Moment((0,)), Moment((1,)), Moment((2,))]), {0: 1, 1: 1, 2: 1, 7: 1}, 3)
     assert policy.prefetches(0, {0, 1, 7}, {0}, 9) == [PrefetchMove(2, (7,))]
-
-
-def test_a_chunk_in_use_is_waited_for_and_a_held_chunk_is_not():
     trace = Trace([Moment((0,)), Moment((1,)), Moment((2,)), Moment((1,))])
     policy = AggressivePrefetch(trace, {0: 1, 1: 1, 2: 1}, 2)
     assert policy.prefetches(0, {0, 1}, {0}, 9) == []

@@ -103,20 +103,13 @@ def test_the_square_root_is_correctly_rounded():
     check_square_root(random.integers(0, 1 << 23, 1 << 18, dtype=np.uint32).view(np.float32))  # denormal ones
     check_square_root(ieee.numbers(10_000, random))
     check_square_root(np.float32([0.0, -0.0, 2.0**-149, 1, 4, np.inf, -np.inf, np.nan, -1e-45, 3.4028235e38]))
-
-
-def test_the_square_root_of_numbers_about_a_square_is_correctly_rounded():
-    """Their roots are nearest to the middle between two numbers."""
-    roots = np.random.default_rng(4).integers(1 << 12, 1 << 13, 1 << 16).astype(np.float64)
+    # Roots of numbers about a square are nearest to the middle between two numbers.
+    roots = random.integers(1 << 12, 1 << 13, 1 << 16).astype(np.float64)
     for nudge in (0.0, 0.5, 1.0):
         squares = ieee.rounded((roots + nudge) ** 2)
         for near in (squares, np.nextafter(squares, np.float32(0)), np.nextafter(squares, np.float32(np.inf))):
             check_square_root(near)
-
-
-def test_the_square_root_of_double_precision_is_correctly_rounded():
-    """It is an operation of the rules for masters of double precision too."""
-    random = np.random.default_rng(5)
+    # Rules for masters of double precision have it too.
     check_square_root(random.random(1 << 16) * 2.0 ** random.integers(-60, 60, 1 << 16))
 
 

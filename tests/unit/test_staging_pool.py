@@ -10,17 +10,17 @@ from patrickstar._tiers.disk_tier import DiskTier
 from patrickstar._tiers.swap_file import SwapFile
 
 
-@pytest.mark.parametrize(("room", "sets"), [(0, 2), (3 * 4096 * 5, 5), (1 << 30, 12)])
-def test_a_ring_has_as_many_sets_as_there_is_room_for_but_two_at_least(room, sets):
-    size = StagingSize.choose(3, 100_000, 4096, None, room)
-    assert (size.page_bytes, size.pages, size.nbytes) == (4096, 3 * sets, 3 * sets * 4096)
-
-
-def test_where_an_update_can_not_be_cut_a_page_of_the_ring_holds_a_chunk():
-    size = StagingSize.choose(4, 100_000, 4096, 100_000, 1 << 30)
-    assert (size.page_bytes, size.pages) == (102_400, 8)
-    size = StagingSize.choose(4, 100_000, 4096, 10_000, 1 << 30)
-    assert (size.page_bytes, size.pages) == (12_288, 8), "larger chunks may be cut"
+@pytest.mark.parametrize(
+    ("lists", "whole", "room", "page_bytes", "sets"),
+    [
+        *((3, None, room, 4096, sets) for room, sets in ((0, 2), (3 * 4096 * 5, 5), (1 << 30, 12))),
+        (4, 100_000, 1 << 30, 102_400, 2),  # where an update can not be cut a page of the ring holds a chunk
+        (4, 10_000, 1 << 30, 12_288, 2),  # larger chunks may be cut
+    ],
+)
+def test_a_ring_has_as_many_sets_as_there_is_room_for_but_two_at_least(lists, whole, room, page_bytes, sets):
+    size = StagingSize.choose(lists, 100_000, 4096, whole, room)
+    assert (size.page_bytes, size.pages, size.nbytes) == (page_bytes, lists * sets, lists * sets * page_bytes)
 
 
 def test_pages_of_lists_pass_through_buffers_and_come_back(tmp_path):

@@ -59,16 +59,13 @@ def test_checkpointing_costs_operations_and_saves_memory(t5, batch):
     assert t5.layers == 1 or recomputed.non_model_bytes < stored.non_model_bytes
 
 
-def test_a_pair_of_layers_costs_as_much_as_the_same_matrices_in_a_gpt():
+def test_a_pair_of_layers_costs_as_much_as_the_same_matrices_in_a_gpt_but_for_the_input_of_its_activation():
     # 3 attentions and 2 feed-forward networks: 28 x hidden^2 elements, those of 7 / 3 layers of a GPT.
     t5 = T5(layers=30, hidden=4096, heads=32, ffn=16384, vocab=1, sequence=1)
     gpt = Gpt(layers=70, hidden=4096, heads=32, vocab=1, sequence=1)
     assert t5.operations(1000) == pytest.approx(gpt.operations(1000), rel=1e-3)
     assert t5.numel == pytest.approx(gpt.numel, rel=1e-3)
-
-
-def test_an_encoder_layer_saves_less_than_a_layer_of_a_gpt_by_the_input_of_its_activation_function():
-    # GELU saves its input, 4 x hidden x 2 bytes; ReLU does not.
+    # An encoder layer saves less, as ReLU does not save its input: GELU does, 4 x hidden x 2 bytes.
     t5, gpt = T5(12, 1024, 16, 4096, sequence=512), Gpt(12, 1024, 16, sequence=512)
     without_scores = gpt.saved_bytes(1) - SAVED_BYTES_PER_SCORE * gpt.score_numel(1)
     assert without_scores - t5.saved_bytes(1)[0] == 512 * 4096 * 2

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from sampling import nightly
 from transformers.optimization import Adafactor
 
 from patrickstar._kernels.eager_backend import PAGE_NUMEL, EagerBackend
@@ -92,9 +93,11 @@ STATES = [
 
 @pytest.mark.parametrize(("kind", "options", "names"), STATES, ids=class_name)
 def test_the_states_that_a_class_shows(kind, options, names):
-    alone = one_by_one(kind, options)
+    alone, random_state = one_by_one(kind, options), torch.random.get_rng_state()
     assert probe(kind, alone) == (names, False, (), False)
-    assert alone == options or probe(kind, options) == (names, False, (), False)
+    if alone != options and (nightly() or kind in (TORCH.SGD, TORCH.AdamW)):
+        assert probe(kind, options) == (names, False, (), False)
+    assert torch.equal(random_state, torch.random.get_rng_state()), "the caller's random numbers are left alone"
 
 
 @pytest.mark.parametrize(
@@ -112,26 +115,15 @@ def test_a_class_that_needs_whole_parameters_is_recognized(kind, options, names)
     assert probe(kind, one_by_one(kind, options)) == (names, True, (), False)
 
 
-def test_probing_leaves_the_callers_random_numbers_alone():
-    torch.manual_seed(0)
-    before = torch.random.get_rng_state()
-    probe(torch.optim.AdamW, {})
-    assert torch.equal(before, torch.random.get_rng_state())
-
-
 @pytest.mark.parametrize("kind", [ByGlobalNorm, Noisy], ids=class_name)
 def test_what_does_not_update_a_parameter_alone_needs_all_at_once(kind):
     """The adapter passes one parameter at a time to a new optimizer, which would be a different algorithm."""
     assert probe(kind, {}).together
 
 
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [(kind, "can't update a matrix") for kind in (TORCH.LBFGS, TORCH.SparseAdam)],
-    ids=class_name,
-)
-def test_what_does_not_take_a_dense_matrix_is_refused_by_name(kind, words):
-    with pytest.raises(ConfigError, match=rf"{kind.__name__}.*{words}") as caught:
+@pytest.mark.parametrize("kind", [TORCH.LBFGS, TORCH.SparseAdam], ids=class_name)
+def test_what_does_not_take_a_dense_matrix_is_refused_by_name(kind):
+    with pytest.raises(ConfigError, match=rf"{kind.__name__}.*can't update a matrix") as caught:
         probe(kind, {})
     assert "\n" not in str(caught.value) and "ps.AdamW" in str(caught.value)
 

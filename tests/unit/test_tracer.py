@@ -91,28 +91,20 @@ ACCESSES = [((0,), 50, 10), ((), 5, 10), ((1, 2), 300, 20), ((), 0, 0)]
 SHAPE = [chunks for chunks, _, _ in ACCESSES]
 
 
-def test_new_tracer_is_on_demand(tracer):
-    assert tracer.mode is Mode.DEMAND
+def test_traced_iteration_evicts_the_least_recently_used_and_records_peak_of_every_moment(tracer):
+    tracer.begin_iteration("b")
+    tracer.meter.use(70)
     tracer.begin_moment((0,), belongs=True)
-    assert tracer.mode is Mode.DEMAND and tracer.traces == {}
-
-
-def test_traced_iteration_records_peak_of_every_moment(tracer):
+    assert tracer.mode is Mode.TRACE and isinstance(tracer.manager.eviction_policy, LeastRecentlyUsed)
+    device = tracer.manager.device_tier
+    assert (device.soft_limit_bytes, device.non_model_bytes, tracer.manager.now) == (CAUTIOUS, 70, 0)
+    tracer.discard_iteration()
+    tracer.meter.use(0)
     assert not iterate(tracer, "a", ACCESSES)
     trace = tracer.traces["a"]
     assert [moment.chunks for moment in trace.moments] == SHAPE
     assert [moment.non_model_bytes for moment in trace.moments[:3]] == [50, 10, 300]
     assert tracer.peak_non_model_bytes == trace.peak_non_model_bytes == 300
-
-
-def test_traced_iteration_evicts_the_least_recently_used_below_warm_up_limit(tracer):
-    tracer.begin_iteration("a")
-    tracer.meter.use(70)
-    tracer.begin_moment((0,), belongs=True)
-    manager = tracer.manager
-    assert tracer.mode is Mode.TRACE
-    assert isinstance(manager.eviction_policy, LeastRecentlyUsed)
-    assert (manager.device_tier.soft_limit_bytes, manager.device_tier.non_model_bytes, manager.now) == (CAUTIOUS, 70, 0)
 
 
 def test_next_iteration_of_a_kind_follows_the_trace(tracer):
@@ -196,7 +188,10 @@ def test_nested_iteration_belongs_to_the_open_one(tracer):
     assert [moment.chunks for moment in tracer.traces["a"].moments] == [(0,), (1,)]
 
 
-def test_iteration_without_accesses_leaves_no_trace(tracer):
+def test_accesses_without_iteration_and_iterations_without_accesses_leave_no_trace(tracer):
+    assert tracer.mode is Mode.DEMAND
+    tracer.begin_moment((0,), belongs=True)
+    assert tracer.mode is Mode.DEMAND
     tracer.begin_iteration("a")
     assert not tracer.end_iteration()
     assert tracer.traces == {}
@@ -278,7 +273,9 @@ def test_parked_pages_are_not_counted():
 
 @pytest.mark.parametrize("policy", [DemandFetch, AggressivePrefetch])
 def test_policy_is_created_once_per_trace(policy):
+    assert new_tracer().prefetch_policy is DemandFetch, "a CPU without a disk does not prefetch"
     tracer = new_tracer(policy)
+    assert tracer.prefetch_policy is policy
     tracer.manager.evict_everything = True  # no iteration is resident
 
     def followed(key):
@@ -297,11 +294,6 @@ def test_policy_is_created_once_per_trace(policy):
     iterate(tracer, "a", ACCESSES[:1])
     iterate(tracer, "a", ACCESSES)
     assert followed("a") is not policies["a"] and followed("a").trace is tracer.traces["a"]
-
-
-def test_cpu_without_disk_does_not_prefetch(tracer):
-    assert tracer.prefetch_policy is DemandFetch
-    assert new_tracer(AggressivePrefetch).prefetch_policy is AggressivePrefetch
 
 
 def test_freed_memory_is_reclaimed_before_chunks_are_evicted(tracer):

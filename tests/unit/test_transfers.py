@@ -2,14 +2,14 @@
 
 import threading
 import time
-from collections.abc import Callable
 
 import pytest
 import torch
+from late_transfer import LateTransfer
 
 from patrickstar._chunks.chunk_manager import ChunkManager
 from patrickstar._hardware.direct_io import BLOCK_BYTES
-from patrickstar._hardware.transfer import CompletedTransfer, Transfer
+from patrickstar._hardware.transfer import Transfer
 from patrickstar._layout.schema import PARAM16, PARAM32
 from patrickstar._schedule.placement import Tier
 from patrickstar._tiers.chunk import Chunk
@@ -101,23 +101,6 @@ def test_removing_a_chunk_waits_for_its_fetch(manager):
     assert (other.on_host(other.whole) == 3.0).all()
 
 
-class LateTransfer(CompletedTransfer):
-    """Transfer that runs when it is waited for."""
-
-    def __init__(self, label: str, run: Callable[[], object]) -> None:
-        super().__init__(label)
-        self._run: Callable[[], object] | None = run
-
-    @property
-    def done(self) -> bool:
-        return self._run is None
-
-    def wait(self) -> None:
-        if self._run is not None:
-            self._run()
-            self._run = None
-
-
 class OtherProcesses:
     """Other processes, whose shards hold the number of earlier gathers of the chunk."""
 
@@ -132,7 +115,7 @@ class OtherProcesses:
         return LateTransfer("a gather", lambda: chunk.on_device(chunk.whole).fill_(value))
 
     def request_reduction(self, chunk: Chunk) -> Transfer:
-        return LateTransfer("a reduction", lambda: None)
+        return LateTransfer("a reduction")
 
 
 @pytest.fixture
@@ -206,7 +189,7 @@ def test_a_chunk_is_read_from_disk_completely_before_it_is_used(with_disk):
 @pytest.mark.parametrize("kind", ["reads", "writes"])
 def test_a_chunk_moves_after_its_pages(with_disk, kind):
     chunk = on_disk(with_disk, 2.0)
-    page = LateTransfer("a page", lambda: None)
+    page = LateTransfer("a page")
     chunk.disk.reads, chunk.disk.writes = ([page], {}) if kind == "reads" else ([], {0: page})
     with_disk.move_to_tier(chunk, Tier.HOST)
     assert page.done

@@ -45,11 +45,3 @@ def test_a_line_that_a_kill_has_cut_is_not_read_and_overwritten(tmp_path):
     assert LoggedRun(path).last_step == 1
     UpdateLog(path, OPTIONS).close(PAGES)
     assert path.read_bytes() == whole
-
-
-def test_other_files_are_no_logs_and_stay(tmp_path):
-    (tmp_path / "notes").write_text("dear diary")
-    for reader in (LoggedRun, lambda path: UpdateLog(path, OPTIONS)):
-        with pytest.raises(ConfigError, match="is no log of updates"):
-            reader(tmp_path / "notes")
-    assert (tmp_path / "notes").read_text() == "dear diary"

@@ -4,19 +4,13 @@ import threading
 
 import pytest
 import torch
-from fake_cuda import MIB, FakeCuda, install
+from fake_cuda import MIB, FakeCuda
 
 from patrickstar._hardware import workspaces
 from patrickstar._tiers.hardware import Hardware
 from patrickstar.errors import BudgetError
 
 SECOND = torch.device("cuda", 1)
-
-
-@pytest.fixture
-def fake_cuda(monkeypatch):
-    """Replace PyTorch's CUDA calls."""
-    return install(monkeypatch)
 
 
 @pytest.fixture
