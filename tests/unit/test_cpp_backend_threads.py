@@ -1,10 +1,10 @@
 """C++ backend and process state: denormal flushing, running updates, the GIL, the thread pool and forks."""
 
 import os
+import subprocess
 import sys
 import threading
 import time
-import traceback
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -210,17 +210,30 @@ IN_CHILDREN = [
     two_python_threads_share_the_pool,
     after_a_fork_parent_and_child_can_both_update,
 ]
+PROGRAM = """
+import os, sys, traceback
+import test_cpp_backend_threads as module
 
-
-@pytest.mark.parametrize("function", IN_CHILDREN, ids=lambda function: function.__name__)
-def test_in_a_process_without_threads(function):
-    """A child of this process, whose pool has no threads."""
-    child = os.fork()
-    if not child:
+module.torch.set_num_threads(1)
+for function in module.IN_CHILDREN:
+    if not (child := os.fork()):
         try:
             function()
         except BaseException:
             traceback.print_exc()
             os._exit(1)
         os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), function.__name__, flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def ended():
+    """Run each function in a child of one new process, whose pool has no threads: importing torch takes the longest."""
+    program = f"import sys\nsys.path[:0] = {sys.path!r}\n{PROGRAM}"
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600)
+
+
+@pytest.mark.parametrize("function", IN_CHILDREN, ids=lambda function: function.__name__)
+def test_in_a_process_without_threads(function, ended):
+    assert f"0 {function.__name__}" in ended.stdout.splitlines(), ended.stderr
