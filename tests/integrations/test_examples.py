@@ -212,9 +212,9 @@ def test_the_steps_run_in_this_process(tmp_path, monkeypatch, capsys):
     assert text == (tmp_path / "gpu-steps-cpu.md").read_text()
 
 
-def test_a_turn_begins_when_the_last_one_has_ended():
-    names = ["first", "beside it"], ["second"]
-    turns = [[program(name, "note_time", options={"sleep_s": 0.5}) for name in turn] for turn in names]
+def test_a_turn_begins_when_the_last_one_has_ended(tmp_path):
+    names, options = (["first", "beside it"], ["second"]), {"folder": str(tmp_path), "together": 2}
+    turns = [[program(name, "note_time", options=options) for name in turn] for turn in names]
     found = collect(turns)
     begin, end = ({name: entries[n].measured for name, entries in found.items()} for n in (0, 1))
     assert begin["second"] >= max(end["first"], end["beside it"])
@@ -222,8 +222,9 @@ def test_a_turn_begins_when_the_last_one_has_ended():
     assert all(entries[-1].problem == "" for entries in found.values())
 
 
-def test_a_failure_is_printed_when_it_happens_and_costs_no_other_program(capfd):
-    found = collect([[program("bad", "fail")], [program("good", "note_time", options={"sleep_s": 0})]])
+def test_a_failure_is_printed_when_it_happens_and_costs_no_other_program(capfd, tmp_path):
+    options = {"folder": str(tmp_path), "together": 0}
+    found = collect([[program("bad", "fail")], [program("good", "note_time", options=options)]])
     assert found["bad"][0] == Check("before the failure", True) and found["bad"][1].problem == "exit code 1"
     assert found["good"][-1].problem == ""
     printed = capfd.readouterr().out
