@@ -164,14 +164,14 @@ def test_meshes_train_like_data_parallelism(tmp_path):
 
 def print_batches(arguments: list[str], folder: str) -> None:
     """Run the command; print the seed and a number for each batch. Runs in each process."""
-    run_step = command._step
+    compute = command._gradients
 
     def step(options, engine, batches, number):
         ids = next(batches)
         print(f"batch {torch.initial_seed()} {hash(tuple(ids.flatten().tolist()))}")
-        return run_step(options, engine, chain([ids], batches), number)
+        return compute(options, engine, chain([ids], batches), number)
 
-    command._step = step
+    command._gradients = step
     main(arguments, folder)
 
 
@@ -228,16 +228,16 @@ STEPS = 6
 
 def main_until(arguments: list[str], folder: str, victim: int, step: int, saved: list[str]) -> None:
     """Run the command; the `victim` dies in a step, once these checkpoints are there. Runs in each process."""
-    run_step = command._step
+    compute = command._gradients
 
     def die_in_step(given, engine, batches, number):
         if number == step and int(os.environ["RANK"]) == victim:
             while saved and saved != [path.name for path in Checkpoints(given.save_to).all()]:
                 time.sleep(0.01)
             ranks.die()
-        return run_step(given, engine, batches, number)
+        return compute(given, engine, batches, number)
 
-    command._step = die_in_step
+    command._gradients = die_in_step
     main(arguments, folder)
 
 

@@ -248,8 +248,10 @@ def _training_loop(
         while run.step < options.steps and not run.out_of_time:
             started = time.perf_counter()
             learning_rate = float(run.scheduler.get_last_lr()[0])
-            loss, norm = _step(options, engine, batches, run.step + 1)
-            with DeferSigint():  # a step that is in the log is in the summary, too
+            loss, norm = _gradients(options, engine, batches, run.step + 1)
+            with DeferSigint():  # a step whose update has begun is in the log and in the summary
+                engine.optimizer.step()
+                engine.optimizer.zero_grad()
                 run.scheduler.step()
                 run.step += 1
                 record = recording.log(
@@ -270,10 +272,10 @@ def _training_loop(
     return records, None
 
 
-def _step(
+def _gradients(
     options: TrainOptions, engine: ps.Engine, batches: Iterator[torch.Tensor], step: int
 ) -> tuple[float, float | None]:
-    """Run one optimizer step. Return its mean loss, and the gradient norm if gradients are clipped."""
+    """Compute the gradients of one step. Return its mean loss, and their norm if they are clipped."""
     losses = []
     for number in range(options.accumulation):
         ids = next(batches)
@@ -286,8 +288,6 @@ def _step(
             )
         engine.backward(loss / options.accumulation, accumulate=number < options.accumulation - 1)
     norm = engine.clip_grad_norm_(options.max_norm).item() if options.max_norm > 0 else None
-    engine.optimizer.step()
-    engine.optimizer.zero_grad()
     return sum(losses) / len(losses), norm
 
 
