@@ -24,7 +24,7 @@ from patrickstar._plan.traced_model import TracedModel
 from patrickstar._report.advice import advice
 from patrickstar._report.memory_curves import memory_curves
 from patrickstar._report.run_file import read_run
-from patrickstar._report.stalls import named_stalls, stalled_s
+from patrickstar._report.stalls import covered_s, named_stalls
 from patrickstar._schedule.placement import Tier
 from patrickstar.testing import NoMeter
 
@@ -60,7 +60,7 @@ def test_what_is_read_is_what_the_run_did(log: Path) -> None:
         assert device.peak >= last["device_peak_model_bytes"]
         assert device.values["gradients"][0] == 0 and max(device.values["gradients"]) > 0
         stalls = named_stalls(timeline, run.names)
-        assert stalled_s(stalls) <= sum(stall.seconds for stall in stalls)
+        assert covered_s(stalls) <= sum(stall.seconds for stall in stalls)
         assert all(stall.reason for stall in stalls)
     names = {name for each in run.names.values() for name in each}
     assert "transformer.h.0.attn.c_attn.weight" in names

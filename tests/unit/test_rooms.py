@@ -26,7 +26,7 @@ MOST_LINES = {
     "_params": 3281,
     "_perf_model": 2670,
     "_plan": 1655,
-    "_report": 971,
+    "_report": 962,
     "_schedule": 1218,
     "_step": 4934,
     "_tiers": 2112,

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from patrickstar._layout.byte_size import format_size
 from patrickstar._report.products import about_products
 from patrickstar._report.run_file import Run
-from patrickstar._report.stalls import NamedStall, stalled_s
-from patrickstar._schedule.step_timeline import Channel, StepTimeline, Work
+from patrickstar._report.stalls import NamedStall, covered_s
+from patrickstar._schedule.step_timeline import Channel, StepTimeline
 
 WORTH = 0.02
 """Share of a step below which a wait is not worth advice."""
@@ -36,7 +36,7 @@ def advice(run: Run, timeline: StepTimeline, stalls: Sequence[NamedStall]) -> li
 
 
 def _about_waits(timeline: StepTimeline, stalls: Sequence[NamedStall]) -> list[str]:
-    seconds, waited_s = timeline.seconds, stalled_s(stalls)
+    seconds, waited_s = timeline.seconds, covered_s(stalls)
     if waited_s < WORTH * seconds:
         return [
             f"Computation waits for {waited_s / seconds:.1%} of the step: neither more memory nor faster transfers "
@@ -47,11 +47,11 @@ def _about_waits(timeline: StepTimeline, stalls: Sequence[NamedStall]) -> list[s
 
 def _from_waits(timeline: StepTimeline, stalls: Sequence[NamedStall]) -> list[str]:
     """Return sentences about the channels that were waited for, the longest wait first."""
-    seconds, waited_s = timeline.seconds, stalled_s(stalls)
+    seconds, waited_s = timeline.seconds, covered_s(stalls)
     found = []
     for channel in Channel:
         own = [stall for stall in stalls if stall.channel == channel]
-        if (own_s := stalled_s(own)) >= WORTH * seconds:
+        if (own_s := covered_s(own)) >= WORTH * seconds:
             found.append((own_s, _about(channel, own_s, timeline)))
     gain = 2 * seconds / (2 * (seconds - waited_s) + waited_s) - 1
     found.append(
@@ -81,14 +81,5 @@ def _about(channel: Channel, waited_s: float, timeline: StepTimeline) -> str:
 def channel_rate(timeline: StepTimeline, channel: Channel) -> float | None:
     """Return the bytes per second of a channel while it was busy; None if no work of it was recorded."""
     works = [work for work in timeline.work if work.channel is channel and work.nbytes]
-    busy_s = _busy_s(works)
+    busy_s = covered_s(works)
     return sum(work.nbytes for work in works) / busy_s if busy_s > 0 else None
-
-
-def _busy_s(works: Sequence[Work]) -> float:
-    """Return the seconds in which at least one of some works ran."""
-    busy_s, until_s = 0.0, float("-inf")
-    for work in sorted(works, key=lambda each: each.start_s):
-        busy_s += max(0.0, work.end_s - max(work.start_s, until_s))
-        until_s = max(until_s, work.end_s)
-    return busy_s

@@ -18,7 +18,7 @@ from patrickstar._report.html_page import Figure, cards, html_page, picture, tab
 from patrickstar._report.memory_curves import memory_curves
 from patrickstar._report.products import slowest_rows
 from patrickstar._report.run_file import Run
-from patrickstar._report.stalls import NamedStall, longest, named_stalls, stalled_s
+from patrickstar._report.stalls import NamedStall, covered_s, longest, named_stalls
 from patrickstar._schedule.placement import Tier
 from patrickstar._schedule.step_timeline import StepTimeline
 
@@ -169,7 +169,7 @@ def _step(key: str, run: Run, timeline: StepTimeline, stalls: Sequence[NamedStal
     if products := slowest_rows(run, timeline):
         columns = ("ms", "of the step", "product", "rate of a core")
         slowest = "<h2>Slowest products</h2>" + table(columns, products, f"Products of step {timeline.step}")
-    summary = f"Step {timeline.step} took {timeline.seconds:.3f} s; computation waited {stalled_s(stalls):.3f} s of it."
+    summary = f"Step {timeline.step} took {timeline.seconds:.3f} s; computation waited {covered_s(stalls):.3f} s of it."
     return (
         f'<div class="step" id="{key}" data-group="{key.partition("-")[0]}"{"" if shown else " hidden"}>'
         f"<h2>What would make it faster</h2><p>{summary}</p><ul>{sentences}</ul>{pictures}"

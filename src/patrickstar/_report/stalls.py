@@ -35,12 +35,12 @@ def named_stalls(timeline: StepTimeline, names: Mapping[int, Sequence[str]]) -> 
     return [_named(stall, timeline, names) for stall in sorted(timeline.stalls, key=lambda each: each.start_s)]
 
 
-def stalled_s(stalls: Sequence[NamedStall]) -> float:
-    """Return the time in which something was waited for; waits inside of others count once."""
-    total_s, until_s = 0.0, 0.0
-    for stall in stalls:
-        total_s += max(0.0, stall.end_s - max(stall.start_s, until_s))
-        until_s = max(until_s, stall.end_s)
+def covered_s(spans: Sequence[NamedStall | Work]) -> float:
+    """Return the time of waits or works; those inside of others count once."""
+    total_s, until_s = 0.0, float("-inf")
+    for span in sorted(spans, key=lambda each: each.start_s):
+        total_s += max(0.0, span.end_s - max(span.start_s, until_s))
+        until_s = max(until_s, span.end_s)
     return total_s
 
 
