@@ -1,8 +1,12 @@
 """Train one model with one trainer, and record seconds, losses and memory."""
 
+import cProfile
+import pstats
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from types import SimpleNamespace
 
@@ -19,6 +23,8 @@ from patrickstar._engine.engine import Engine
 WARM_UP_STEPS = {"engine": 4}
 """Traced iteration, iteration that verifies the trace, first planned iteration, first speculation. Others take two."""
 RECORDED_STEPS = 2
+VARIANT_STEPS = 6
+"""Steps of a variant, the first of which trace, and lock memory for speculation."""
 GIB = 1 << 30
 
 
@@ -39,6 +45,8 @@ class Run:
         device_memory: Device budget of the engine in bytes; by default the memory of the device.
         host_memory: Host budget of the engine in bytes.
         log: File of the recorded steps (engine only).
+        variants: Time steps that are not clipped, and steps with `update=True`, too (engine only).
+        profile: File for the Python functions that take most of three steps (engine only).
     """
 
     trainer: str
@@ -53,6 +61,8 @@ class Run:
     device_memory: int | None = None
     host_memory: int | None = None
     log: str = ""
+    variants: bool = False
+    profile: str = ""
 
 
 def train(record: Record, options: SimpleNamespace) -> None:
@@ -88,6 +98,8 @@ def train(record: Record, options: SimpleNamespace) -> None:
         record.figure("allocator retries", stats["num_alloc_retries"], "")
     if engine is not None:
         describe(engine, record)
+        if run.profile:
+            write_profile(partial(timed, 3), run.profile)
         part = ids.chunk(run.parts)[0]
         with engine.record(run.log) if run.log else nullcontext():
             timed(RECORDED_STEPS)
@@ -101,7 +113,25 @@ def train(record: Record, options: SimpleNamespace) -> None:
         predicted = {"predicted step": report.seconds, "bound of the plan": report.bound_s}
         for name, seconds in predicted.items():
             record.figure(name, seconds, "s", note="one backward" if run.parts > 1 else "")
+        if run.variants:
+            for update in (False, True):
+                step, _ = step_of(engine, run, clip=False, update=update)
+                name = "update=True" if update else "not clipped"
+                times = timed(VARIANT_STEPS)[-run.steps :]
+                record.figure(f"step, {name}", median(times), "s", note=", ".join(f"{each:.3f}" for each in times))
+                with engine.record(run.log.replace(".jsonl", f"-{name}.jsonl")) if run.log else nullcontext():
+                    timed(RECORDED_STEPS)
     close()
+
+
+def write_profile(action: Callable[[], object], file: str) -> None:
+    """Write the Python functions that take most of an action's time in this thread."""
+    profile = cProfile.Profile()
+    profile.runcall(action)
+    with open(file, "w") as output:
+        statistics = pstats.Stats(profile, stream=output)
+        for order in ("tottime", "cumulative"):
+            statistics.sort_stats(order).print_stats(80)
 
 
 def build_engine(run: Run) -> Engine:
@@ -111,16 +141,18 @@ def build_engine(run: Run) -> Engine:
     return ps.initialize(model, config, weights=lambda name: pattern(model, name))[0]
 
 
-def step_of(engine: Engine, run: Run) -> StepAndClose:
-    """Return a step function of an engine and its close function."""
+def step_of(engine: Engine, run: Run, *, clip: bool = True, update: bool = False) -> StepAndClose:
+    """Return a step function of an engine and its close function; with `update` it updates in the last backward."""
 
     def step(ids: torch.Tensor) -> torch.Tensor:
         losses, parts = [], ids.chunk(run.parts)
         for number, part in enumerate(parts):
             loss = engine(input_ids=part, labels=part).loss / len(parts)
-            engine.backward(loss, accumulate=number + 1 < len(parts))
+            last = number + 1 == len(parts)
+            engine.backward(loss, accumulate=not last, update=update and last)
             losses.append(loss.detach())
-        engine.clip_grad_norm_(run.max_norm)
+        if clip:
+            engine.clip_grad_norm_(run.max_norm)
         engine.optimizer.step()
         engine.optimizer.zero_grad()
         return sum_of(losses)

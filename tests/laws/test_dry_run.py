@@ -23,7 +23,7 @@ from patrickstar import testing
 from patrickstar._dry_run.host_time import HostCosts
 from patrickstar._dry_run.op_tracer import OpCost
 from patrickstar._dry_run.report import DryRunReport
-from patrickstar._dry_run.simulation import simulate, simulate_on_this_machine
+from patrickstar._dry_run.simulation import forward_backward_step, simulate, simulate_on_this_machine
 from patrickstar._engine.engine import Engine
 from patrickstar._perf_model.machine_spec import Gpu, Host, Links, Machine
 from patrickstar._perf_model.perf_model import min_transfer_bytes
@@ -149,6 +149,19 @@ def test_the_busiest_channel_is_a_lower_bound_of_the_time():
     for report in (fast, other):
         assert report.seconds >= report.bound_s
         assert report.stats.h2d_bytes > 0
+
+
+@pytest.mark.parametrize("clips", [(), (1.0,), (0.5,)], ids=["not clipped", "without effect", "clipped"])
+def test_updates_that_outlast_a_step_are_not_left_to_the_next_one(clips):
+    slow = DESKTOP.model_copy(update={"host": DESKTOP.host.model_copy(update={"memory_bandwidth": 1e9})})
+    step = forward_backward_step(torch.sum, (torch.empty(64, 256),), {}, clips)
+    options_ = config("bf16", "auto", device_memory=3 << 20, host_memory=1 << 30)
+    report = simulate(Engine, partial(layers, 256, 16), options_, step, slow)
+    update_s = next(used.busy_s for used in report.channels if used.name == "update on the host")
+    assert update_s == report.bound_s > report.compute_s > 0
+    assert report.seconds >= (1 - ROUNDING) * update_s
+    # Updates of clipped gradients begin after all of backward.
+    assert (report.stats.speculation_hits == 0) == (clips == (0.5,))
 
 
 # The memory of tensors at each moment of a step, to the byte

@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
@@ -157,7 +158,8 @@ def benchmark_span(numel: int, device: torch.device | None = None) -> Span:
 def _update_rate(hardware: Hardware, numel: int = UPDATED_NUMEL) -> float:
     """Return the bytes per second of an update on the host, beside an accelerator with its copies in both directions.
 
-    The latter is the engine's own path: the kernel gets the pieces that it gets in a step.
+    The latter is the engine's own path: the kernel gets the pieces that it gets in a step, without a pause between two
+    updates.
     """
     kernels = Kernels.best(hardware.device)
     if hardware.accelerator is None:
@@ -168,11 +170,14 @@ def _update_rate(hardware: Hardware, numel: int = UPDATED_NUMEL) -> float:
     host = HostTier(nbytes, nbytes, hardware.host_arena, poison=False)
     updates = StreamedUpdates(kernels, hardware.accelerator, host, nbytes)
     try:
-        times = [elapsed_s(lambda: updates.submit([span], (), ()).wait(), hardware.device) for _ in range(ROUNDS + 1)]
+        ends_s = []
+        for running in [updates.submit([span], (), ()) for _ in range(ROUNDS + 1)]:
+            running.wait()
+            ends_s.append(time.perf_counter())
     finally:
         updates.close()
         host.close()
-    return UPDATE_BYTES * numel / median(times[1:])
+    return UPDATE_BYTES * numel / median(end_s - begin_s for begin_s, end_s in pairwise(ends_s))
 
 
 def _copy_rates(hardware: Hardware) -> tuple[float, float]:

@@ -211,6 +211,11 @@ class SimulatedChannel:
             begins_at = max(begins_at, transfer.after.ends_at - transfer.seconds)
         return begins_at, begins_at + transfer.seconds
 
+    @property
+    def left_s(self) -> float:
+        """Seconds of the transfers that it was asked for, and has not ended."""
+        return max(0.0, self.free_at - self.clock.now) + sum(transfer.seconds for transfer in self.waiting)
+
     def start_step(self) -> None:
         """Forget the transfers that have ended."""
         self.begun = [interval for interval in self.begun if interval.end_s > self.clock.now]

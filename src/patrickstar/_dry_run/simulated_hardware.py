@@ -177,6 +177,11 @@ class SimulatedHardware(Hardware):
     def channels(self) -> tuple[SimulatedChannel, ...]:
         return self.up, self.down, self.read, self.write, self.update, self.collectives
 
+    @property
+    def left_s(self) -> float:
+        """Seconds until the last channel has done what it was asked for."""
+        return max(channel.left_s for channel in self.channels)
+
     def library_resident_bytes(self, chunk_bytes: int) -> int:
         return 0
 

@@ -5,9 +5,10 @@ follow from the rates of a machine spec.
 """
 
 import copy
+import math
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -48,7 +49,7 @@ from patrickstar.errors import ModelError
 
 MIN_STEPS, MAX_STEPS = 3, 8
 """At least a warm-up step, a planned step and one that starts from the end state of a planned step; then until a step
-transfers the same bytes as the previous one."""
+transfers the same bytes as the previous one, and leaves no more work to the next one."""
 
 QUANT_STATE = "quant_state"
 """Attribute of a parameter of 4 bits (bitsandbytes): the constants of its blocks."""
@@ -60,13 +61,21 @@ EngineFactory = Callable[..., Any]
 """`Engine` or a function that makes one. Passed in, because the package of `Engine` imports this one."""
 
 
-def forward_backward_step(loss_of: Callable[[Any], torch.Tensor] | None, args: Any, kwargs: Any) -> Step:
-    """Return a training step on meta copies of the inputs: forward, backward (of `out.loss` or `out`), update."""
+def forward_backward_step(
+    loss_of: Callable[[Any], torch.Tensor] | None, args: Any, kwargs: Any, clips: Sequence[float] = ()
+) -> Step:
+    """Return a training step on meta copies of the inputs: forward, backward (of `out.loss` or `out`), update.
+
+    `clips` are the factors of a real step's clipping, if gradients are clipped: those of 1 changed nothing.
+    """
+    norms = [math.inf if factor == 1.0 else 1.0 for factor in clips]
     loss_of = loss_of or (lambda out: getattr(out, "loss", out))
     args, kwargs = pytree.tree_map_only(torch.Tensor, _to_meta, (args, kwargs))
 
     def step(engine: Any) -> None:
         engine.backward(loss_of(engine(*args, **kwargs)))
+        for norm in norms:
+            engine.clip_grad_norm_(norm)
         engine.optimizer.step()
         engine.optimizer.zero_grad()
 
@@ -200,11 +209,16 @@ def _disk_bytes(engine: Any, cluster: Cluster) -> int:
     return disk_tier.file.capacity_bytes or (drive.capacity // cluster.per_machine if drive is not None else 0)
 
 
-def _enough_steps(history: list[StepStats], steps: int | None) -> bool:
-    """Return whether `steps` steps have run or, by default, whether the transfers of steps repeat."""
+def _enough_steps(history: list[StepStats], left: list[float], steps: int | None) -> bool:
+    """Return whether `steps` steps have run or, by default, whether steps repeat.
+
+    `left` are the seconds of work that each step has left to channels: while they grow, steps are too short.
+    """
     if steps is not None or len(history) >= MAX_STEPS:
         return len(history) == (steps or MAX_STEPS)
-    return len(history) >= MIN_STEPS and _transfers(history[-1]) == _transfers(history[-2])
+    if len(history) < MIN_STEPS or _transfers(history[-1]) != _transfers(history[-2]):
+        return False
+    return left[-1] <= left[-2] or math.isclose(left[-1], left[-2], rel_tol=1e-6)
 
 
 def _transfers(stats: StepStats) -> tuple[int, ...]:
@@ -307,7 +321,8 @@ def simulate(
         hardware.clock.phase = modules.phase
         try:
             history: list[StepStats] = []
-            while not _enough_steps(history, steps):
+            left: list[float] = []
+            while not _enough_steps(history, left, steps):
                 start_s = hardware.clock.now
                 hardware.start_step()
                 timeline.clear()
@@ -322,6 +337,7 @@ def simulate(
                         hardware.launch(clock.take())
                         hardware.clock.wait_for_host()
                 history.append(engine.stats.last)
+                left.append(hardware.left_s)
             channels = tuple(
                 ChannelUse(channel.name, channel.busy_s - busy_s, channel.nbytes - nbytes)
                 for channel, (busy_s, nbytes) in zip(hardware.channels, before, strict=True)

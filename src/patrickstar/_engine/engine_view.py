@@ -139,6 +139,8 @@ class EngineView:
     def plan(self, *args: Any, loss: Callable[[Any], torch.Tensor] | None = None, **kwargs: Any) -> "DryRunReport":
         """Predict the cost of a training step by a dry run. Nothing is computed; measuring the machine takes seconds.
 
+        Gradients are clipped in it as in the last step: not at all, without effect, or with effect.
+
         Inside `record` the prediction becomes a part of the log, and the report compares it with the steps.
 
         Args:
@@ -157,7 +159,9 @@ class EngineView:
 
         if self.world.size > 1:
             raise ConfigError("engine.plan simulates a single process; for several use patrickstar plan --gpus")
-        report = dry_run_engine(self, forward_backward_step(loss, args, kwargs))
+        self._core.settle()
+        step = forward_backward_step(loss, args, kwargs, self._core.gradients.last_clips)
+        report = dry_run_engine(self, step)
         if isinstance(self._core.recording, Recording):
             self._core.recording.planned(report.seconds, report.bound_s, report.stats)
         return report

@@ -29,6 +29,8 @@ class Gradients:
         self.scaler = scaler
         self.kernels = kernels
         self._clips: list[float] = []
+        self.last_clips: tuple[float, ...] = ()
+        """Factors by which the last step's gradients were clipped."""
         self._grad_stats: GradStats | None = None
         self.unscaled: set[ManagedParam] = set()
         """Parameters with gradients of losses that this engine's loss scale did not multiply, though it has one."""
@@ -88,6 +90,7 @@ class Gradients:
         for managed in managed_params if self._zeros else ():
             self.store_zeros(managed)
         self._zeros.clear()
+        self.last_clips = tuple(self._clips)
         self._used.update([each for each in self.data.managed_params if each.state.overlays_param or each.has_gradient])
 
     def check_scaled(self) -> None:
