@@ -2,6 +2,7 @@
 
 import cProfile
 import pstats
+import resource
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -44,6 +45,7 @@ class Run:
         checkpointing: Use activation checkpointing.
         device_memory: Device budget of the engine in bytes; by default the memory of the device.
         host_memory: Host budget of the engine in bytes.
+        disk: Directory of the engine's swap file.
         log: File of the recorded steps (engine only).
         variants: Time steps that are not clipped, and steps with `update=True`, too (engine only).
         profile: File for the Python functions that take most of three steps (engine only).
@@ -60,6 +62,7 @@ class Run:
     checkpointing: bool = True
     device_memory: int | None = None
     host_memory: int | None = None
+    disk: str | None = None
     log: str = ""
     variants: bool = False
     profile: str = ""
@@ -121,7 +124,10 @@ def train(record: Record, options: SimpleNamespace) -> None:
                 record.figure(f"step, {name}", median(times), "s", note=", ".join(f"{each:.3f}" for each in times))
                 with engine.record(run.log.replace(".jsonl", f"-{name}.jsonl")) if run.log else nullcontext():
                     timed(RECORDED_STEPS)
-    close()
+    record.figure("closed in", once(close, device), "s")
+    peak_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    host_limit = None if run.host_memory is None else run.host_memory / GIB
+    record.figure("peak of the process's memory", peak_bytes / GIB, "GiB", limit=host_limit)
 
 
 def write_profile(action: Callable[[], object], file: str) -> None:
@@ -136,7 +142,7 @@ def write_profile(action: Callable[[], object], file: str) -> None:
 
 def build_engine(run: Run) -> Engine:
     """Return this library's engine."""
-    config = ps.Config(device=run.device, device_memory=run.device_memory, host_memory=run.host_memory)
+    config = ps.Config(device=run.device, device_memory=run.device_memory, host_memory=run.host_memory, disk=run.disk)
     model = build_on_meta(run.model, run.checkpointing)
     return ps.initialize(model, config, weights=lambda name: pattern(model, name))[0]
 

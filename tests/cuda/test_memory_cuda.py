@@ -170,7 +170,7 @@ def test_host_memory_that_cannot_be_locked_is_used_with_a_warning_and_later_call
     with pytest.warns(UserWarning, match=r"can't page-lock 1048576 bytes"):
         assert device.page_lock(arena.memory.data_ptr(), arena.nbytes) is None
     assert torch.ones(3, device=DEVICE).sum().item() == 3
-    arena.close()
+    arena.unlock()
     assert_can_be_locked(device, arena.memory)
 
 

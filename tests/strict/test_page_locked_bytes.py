@@ -9,12 +9,13 @@ import strict_device
 import torch
 from probes import manager_of, set_ram
 from sampling import draws
-from seeded import engine_of
+from seeded import engine_of, run_step
 from torch import nn
 from toys import inputs, layers, mean_square
 
 import patrickstar as ps
 from patrickstar._engine.engine import Engine
+from patrickstar._params.state_dict import replace_data
 from patrickstar._step.streamed_update import BUFFERS, PIECE_NUMEL, WHOLE_BUFFERS, buffer_bytes
 from patrickstar._tiers.host_arena import ALIGN_BYTES
 
@@ -89,3 +90,24 @@ def test_buffers_hold_no_embedding_of_which_updates_are_cut(locked):
         assert locked[0] - engine.layout.model_data_bytes <= WHOLE_BUFFERS * (2 * PIECE_NUMEL + ALIGN_BYTES)
         engine.backward(mean_square(engine(torch.arange(10))))
         engine.optimizer.step()
+
+
+@pytest.mark.parametrize("device", ["strict", "cpu"])
+def test_closing_takes_no_more_host_memory_than_training_did(device, monkeypatch):
+    """Plain parameters are in full precision: memory of the states is returned before they take theirs."""
+    config = ps.Config(device=device, chunk_size="12KiB", device_memory="64KiB", host_memory="8MiB")
+    with engine_of(partial(layers, 64, 24), config) as engine:
+        for (batch,) in inputs(2, width=64):
+            run_step(engine, (batch,))
+        host_tier = manager_of(engine).host_tier
+        before, taken = host_tier.touched_bytes, []
+        plain = replace_data
+
+        def replaced(param, value):
+            taken.append(value.nbytes)
+            assert host_tier.touched_bytes + sum(taken) <= before
+            plain(param, value)
+
+        monkeypatch.setattr("patrickstar._params.state_dict.replace_data", replaced)
+        engine.close()
+        assert sum(taken) == 4 * engine.layout.numel

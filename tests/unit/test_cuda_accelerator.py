@@ -73,7 +73,7 @@ def test_two_devices_are_independent(fake_cuda: FakeCuda):
     assert fake_cuda.device == 1
     arena = HostArena(PAGE, first.accelerator)
     assert fake_cuda.calls[0][:2] == ("register", 0)
-    arena.close()
+    arena.unlock()
     assert fake_cuda.calls[1:] == [("synchronize", 0), ("unregister", 0, arena.memory.data_ptr())]
     assert fake_cuda.device == 1, "the previous device is current again"
 
@@ -99,10 +99,10 @@ def test_arena_is_page_locked_in_several_registrations(fake_cuda: FakeCuda, smal
         ("register", 1, base + 4 * PAGE, 4 * PAGE, PORTABLE),
         ("register", 1, base + 8 * PAGE, PAGE + 100, PORTABLE),
     ]
-    arena.close()
+    arena.unlock()
     assert not arena.page_locked and not fake_cuda.registered
     calls = len(fake_cuda.calls)
-    arena.close()
+    arena.unlock()
     assert len(fake_cuda.calls) == calls, "a second close has no effect"
 
 
@@ -118,7 +118,7 @@ def test_blocks_stay_within_one_registration(fake_cuda: FakeCuda, small_registra
     arena.compact()
     assert all(block.start // (4 * PAGE) == (block.end - 1) // (4 * PAGE) for block in arena._blocks)
     assert blocks[1].start == 0
-    arena.close()
+    arena.unlock()
     unlocked = HostArena(12 * PAGE)
     assert [unlocked.allocate(3 * PAGE).start // PAGE for _ in range(3)] == [0, 3, 6], "there are no registrations"
 
@@ -137,7 +137,7 @@ def test_refused_page_lock_warns_and_leaves_nothing_locked(fake_cuda: FakeCuda, 
     assert not fake_cuda.latched, "the next kernel would have raised the driver's error"
     monkeypatch.setattr(torch, "ones", ones)
     assert arena.allocate(10 * PAGE) is not None
-    arena.close()
+    arena.unlock()
     assert not fake_cuda.registered
 
 
@@ -147,7 +147,7 @@ def test_memory_is_faulted_in_before_it_is_registered(fake_cuda: FakeCuda, small
     base = arena.memory.data_ptr()
     assert [call[0] for call in fake_cuda.calls] == ["fault in", "register", "register"]
     assert fake_cuda.calls[0] == ("fault in", base, 5 * PAGE)
-    arena.close()
+    arena.unlock()
 
 
 def test_memory_that_could_not_be_locked_is_given_back(fake_cuda: FakeCuda, monkeypatch):

@@ -43,10 +43,10 @@ def test_an_empty_arena_allocates_empty_blocks_and_memory_outlives_its_arena_whi
     assert not arena.page_locked, "there is nothing to lock"
     assert arena.allocate(1) is None
     assert arena.view(arena.allocate(0), torch.float32).shape == (0,)
-    arena.close()
+    arena.unlock()
     arena = HostArena(4096)
     view = arena.view(filled(arena, 4096, 7), torch.uint8)
-    arena.close()
+    arena.unlock()
     del arena
     assert set(view.tolist()) == {7}
 

@@ -91,7 +91,7 @@ def test_a_second_arena_is_added_within_the_budget():
     assert len(host.arenas) == 2, "existing arenas are used first"
     host.view(block, torch.uint8).fill_(1)
     assert [values(chunk) for chunk in chunks] == [{0.0}, {1.0}, {2.0}, {3.0}]
-    host.close()
+    host.unlock()
 
 
 def test_errors_state_the_missing_bytes_and_nothing_is_counted():
@@ -192,7 +192,7 @@ def test_memory_for_spare_blocks_grows_with_what_is_asked_for_up_to_its_use():
             host.release_spare(block)
     assert all(host.allocate_spare([3 * ALIGN_BYTES]) for _ in range(7)), "the same memory is used again"
     assert host.arena_bytes == 22 * ALIGN_BYTES
-    host.close()
+    host.unlock()
 
 
 def test_memory_for_spare_blocks_is_kept_until_other_data_needs_it():
@@ -211,4 +211,4 @@ def test_memory_for_spare_blocks_is_kept_until_other_data_needs_it():
     assert [arena.nbytes // ALIGN_BYTES for arena in host.arenas] == [4, 7]
     assert host.allocate_spare([6 * ALIGN_BYTES]) is not None
     assert [arena.nbytes // ALIGN_BYTES for arena in host.arenas] == [4, 7, 6]
-    host.close()
+    host.unlock()

@@ -3,9 +3,10 @@
 [Note: lookups on the host]
 Beside an accelerator, a lookup on the host has a gradient with the bits of a lookup on the device: the device's own
 kernel computes it, for the rows that were looked up. Each index is replaced by the position of its first occurrence, so
-that the kernel adds the same gradients in the same order, and only as many rows as indices are copied to the host. The
-gradient goes to the chunk from the device's thread; autograd's node of the weight, which would run in another thread,
-gets none. So a weight with hooks of the user is looked up on the device.
+that the kernel adds the same gradients in the same order, and only as many rows as indices are copied to the host. All
+other rows are zero: they are written into the chunk without a whole gradient beside it, whose new pages alone would
+take 0.2 s per GiB. The gradient goes to the chunk from the device's thread; autograd's node of the weight, which would
+run in another thread, gets none. So a weight with hooks of the user is looked up on the device.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from torch.nn import functional as F
 from patrickstar._autograd.gradient_hooks import GradientHooks
 from patrickstar._chunks.chunk_manager import ChunkManager
 from patrickstar._params.managed_param import ManagedParam
+from patrickstar._params.row_gradient import RowGradient
 
 
 @dataclass(frozen=True)
@@ -98,13 +100,12 @@ class _HostLookup(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, ...]:
         (ids,), (padding, scale), host_ids = ctx.saved_tensors, ctx.options, ctx.host_ids.flatten()
-        count, width = ctx.managed.shape
+        count = ctx.managed.shape[0]
         if ids.numel() < count:
-            rows = _rows_of_gradient(grad, ids, scale).to(host_ids.device)
-            full = torch.zeros(count, width, dtype=rows.dtype, device=host_ids.device)
-            full.index_add_(0, host_ids, rows)
+            rows = _rows_of_gradient(grad, ids, scale)
             if padding is not None:
-                full[padding] = 0
+                rows[ids.flatten() == padding % count] = 0
+            full: torch.Tensor | RowGradient = RowGradient(host_ids, rows.to(host_ids.device), count)
         else:
             padding = -1 if padding is None else padding % count
             rows = torch.ops.aten.embedding_dense_backward(grad, ids, count, padding, scale)

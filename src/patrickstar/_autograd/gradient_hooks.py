@@ -9,6 +9,7 @@ from patrickstar._autograd.engine_lock import EngineLock
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
 from patrickstar._params.modes import managing
+from patrickstar._params.row_gradient import RowGradient
 from patrickstar._step.gradients import Gradients
 from patrickstar._step.optimizer_in_backward import OptimizerInBackward
 from patrickstar.errors import ModelError
@@ -89,7 +90,7 @@ class GradientHooks:
                 managed.lookups_in_graph_bytes = 0
             self._accept(managed, grad)
 
-    def on_lookup_gradient(self, managed: ManagedParam, grad: torch.Tensor, lookup_bytes: int) -> None:
+    def on_lookup_gradient(self, managed: ManagedParam, grad: torch.Tensor | RowGradient, lookup_bytes: int) -> None:
         """Move the gradient of one lookup on the host into the chunk. See [Note: lookups on the host].
 
         Args:
@@ -100,18 +101,18 @@ class GradientHooks:
             managed.lookups_in_graph_bytes = max(0, managed.lookups_in_graph_bytes - lookup_bytes)
             self._accept(managed, grad, complete=managed.lookups_in_graph_bytes == 0)
 
-    def _accept(self, managed: ManagedParam, grad: torch.Tensor, complete: bool = True) -> None:
+    def _accept(self, managed: ManagedParam, grad: torch.Tensor | RowGradient, complete: bool = True) -> None:
         if not torch.is_grad_enabled():
             self._move(managed, grad, complete)
             return
         with managing():  # a backward with create_graph=True
             self._move(managed, grad, complete)
 
-    def _move(self, managed: ManagedParam, grad: torch.Tensor, complete: bool) -> None:
+    def _move(self, managed: ManagedParam, grad: torch.Tensor | RowGradient, complete: bool) -> None:
         if not self.backward_depth and self.gradients.scaler.enabled:
             self.gradients.unscaled.add(managed)
         if self.gradients.is_zero(managed):
-            grad = grad + 0  # which makes a negative zero positive
+            grad = grad.to_dense() + 0  # which makes a negative zero positive
         self.optimizer_in_backward.optimizer_step.complete((managed,))
         self.data.accept_gradient(managed, grad)
         if complete:

@@ -149,7 +149,7 @@ class DirectWriter:
     def abandon(self) -> None:
         """Close the file without completing it."""
         self._workers.close()
-        self._arena.close()
+        self._arena.unlock()
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

@@ -102,13 +102,14 @@ class ChunkManager(DevicePrefetch):
         return chunk
 
     @defer_sigint
-    def remove(self, chunk: Chunk) -> None:
+    def remove(self, chunk: Chunk, *, for_good: bool = False) -> None:
+        """Remove a chunk; `for_good` also returns its memory on the host to the system, as `HostTier.free`."""
         if self.io_dispatch.failed is None:
             self.transfers.settle(chunk)
         if chunk.device_bytes:
             self.device_tier.free(chunk)
         if chunk.host.present:
-            self.host_tier.free(chunk)
+            self.host_tier.free(chunk, for_good=for_good)
         chunk.memory.close()
         self.device_tier.forget(chunk)
         if self.disk_tier is not None:

@@ -4,7 +4,6 @@ import os
 import time
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
@@ -170,14 +169,17 @@ def _update_rate(hardware: Hardware, numel: int = UPDATED_NUMEL) -> float:
     host = HostTier(nbytes, nbytes, hardware.host_arena, poison=False)
     updates = StreamedUpdates(kernels, hardware.accelerator, host, nbytes)
     try:
-        ends_s = []
-        for running in [updates.submit([span], (), ()) for _ in range(ROUNDS + 1)]:
-            running.wait()
-            ends_s.append(time.perf_counter())
+
+        def run(count: int) -> None:
+            for running in [updates.submit([span], (), ()) for _ in range(count)]:
+                running.wait()
+
+        run(1)
+        update_s = elapsed_s(partial(run, ROUNDS), hardware.device) / ROUNDS
     finally:
         updates.close()
-        host.close()
-    return UPDATE_BYTES * numel / median(end_s - begin_s for begin_s, end_s in pairwise(ends_s))
+        host.unlock()
+    return UPDATE_BYTES * numel / update_s
 
 
 def _copy_rates(hardware: Hardware) -> tuple[float, float]:
@@ -199,5 +201,5 @@ def _copy_rates(hardware: Hardware) -> tuple[float, float]:
     host.free(chunk)
     chunk.memory.close()
     copies.close()
-    host.close()
+    host.unlock()
     return CHUNK_BYTES / median(h2d_times[1:]), CHUNK_BYTES / median(d2h_times[1:])

@@ -17,6 +17,7 @@ from patrickstar._params.local_shards import LocalShards, follow_written
 from patrickstar._params.managed_param import ManagedParam, profiled_names
 from patrickstar._params.process_hooks import ProcessHooks
 from patrickstar._params.residency import Residency
+from patrickstar._params.row_gradient import RowGradient
 from patrickstar._params.save_in_progress import SaveInProgress
 from patrickstar._params.shard_collectives import add_over_ranks, share_optimizer_extra
 from patrickstar._schedule.placement import Tier, embedding_runs_on_host
@@ -246,7 +247,7 @@ class ModelData(LocalShards, ProcessHooks):
                 follow_written(part, written[part_slice], exactly=values is not None)
 
     @defer_sigint
-    def accept_gradient(self, managed: ManagedParam, grad: torch.Tensor) -> None:
+    def accept_gradient(self, managed: ManagedParam, grad: torch.Tensor | RowGradient) -> None:
         """Store a complete gradient in place of its parameter.
 
         Reentrant checkpointing completes a gradient several times in one backward; as in plain PyTorch these are added
@@ -256,11 +257,11 @@ class ModelData(LocalShards, ProcessHooks):
         if self.in_backward and state.updated_in_backward == self.backward_id:
             self._check_not_updated((managed,))
         if state.partial is not None:
-            state.partial.add_(grad)
+            state.partial.add_(grad.to_dense())
             return
         lists = self.lists_gradients or (self.in_backward and state.may_grow)
         if lists and state.late and not state.overlays_param:
-            self._list_at_once(managed, grad)
+            self._list_at_once(managed, grad.to_dense())
             return
         grows = state.overlays_param and state.backward_id == self.backward_id
         if state.overlays_param and not grows:
@@ -286,7 +287,7 @@ class ModelData(LocalShards, ProcessHooks):
         self._add_to(chunk, managed, managed.flattened(grad), on_device=on_device)
         state.accumulate(self.backward_id)
 
-    def _write_gradient(self, managed: ManagedParam, grad: torch.Tensor, add: bool) -> None:
+    def _write_gradient(self, managed: ManagedParam, grad: torch.Tensor | RowGradient, add: bool) -> None:
         """Write a gradient over its parameter; fetch its chunk from disk, or write page by page if there is no room."""
         if not managed.chunk.held:
             with suppress(BudgetError):
@@ -294,15 +295,20 @@ class ModelData(LocalShards, ProcessHooks):
         if managed.chunk.in_memory:
             self._write_in_memory(managed, grad, add)
             return
-        flat = managed.flattened(grad)
+        flat = managed.flattened(grad.to_dense())
         for part_slice, part in self.parts(managed, PARAM16, write=True):
             part.add_(flat[part_slice].to(part.device)) if add else part.copy_(flat[part_slice])
         torch.autograd.graph.increment_version(managed.param)
 
-    def _write_in_memory(self, managed: ManagedParam, grad: torch.Tensor, add: bool) -> None:
+    def _write_in_memory(self, managed: ManagedParam, grad: torch.Tensor | RowGradient, add: bool) -> None:
         """Write a gradient over its parameter, and let autograd detect backwards that need the old values."""
         payload = managed.payload()
-        payload.add_(grad) if add else payload.copy_(grad)
+        if add:
+            payload.add_(grad.to_dense())
+        elif isinstance(grad, RowGradient):
+            grad.write(payload)
+        else:
+            payload.copy_(grad)
         torch.autograd.graph.increment_version(managed.param)
         self.manager.mark_written(managed.chunk, on_device=managed.chunk.device.valid)
 

@@ -13,6 +13,7 @@ from patrickstar._layout.schema import PARAM16, PARAM32, SHARD16, SUM32
 from patrickstar._params.local_shards import follow_written
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.owned_shards import OwnedShards
+from patrickstar._params.row_gradient import RowGradient
 from patrickstar._schedule.coordination import Request
 from patrickstar._tiers.chunk import Chunk
 from patrickstar.errors import BudgetError, TrainingError
@@ -93,7 +94,7 @@ class ShardedModelData(OwnedShards):
     # Gradients
 
     @defer_sigint
-    def accept_gradient(self, managed: ManagedParam, grad: torch.Tensor) -> None:
+    def accept_gradient(self, managed: ManagedParam, grad: torch.Tensor | RowGradient) -> None:
         """Store a complete gradient in place of its parameter. See [Note: sharded gradients]."""
         state = managed.state
         state.set_ready(True)
@@ -101,7 +102,7 @@ class ShardedModelData(OwnedShards):
         if self.manager.timeline is not None:
             self.manager.timeline.holds_gradients(managed.chunk.index, True)
         if state.partial is not None:
-            state.partial.add_(grad)
+            state.partial.add_(grad.to_dense())
             return
         self.ensure_in_memory(managed)
         version = managed.param._version

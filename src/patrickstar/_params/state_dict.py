@@ -145,15 +145,16 @@ class ModelState:
             return self._release_chunks(manager)
         finally:
             manager.close()
-            manager.host_tier.close()
+            manager.host_tier.unlock()
 
     def _release_chunks(self, manager: ChunkManager) -> list[str]:
         lost = []
         for managed in self.data.managed_params:
             release_parameter(managed)
+        manager.host_tier.unlock()  # so that what is freed makes room for the plain parameters
         for chunk in list(manager.chunks.values()):
             if chunk.kind not in (PARAM16, SHARD16, PARAM32):
-                manager.remove(chunk)
+                manager.remove(chunk, for_good=True)
         for index, managed_params in self.data.by_chunk.items():
             for managed in managed_params:
                 value = self._try_read(managed) if self.keep_values else None
@@ -164,7 +165,7 @@ class ModelState:
                 managed.device_view = None
             for kind in (PARAM16, SHARD16, PARAM32):
                 if (kind, index) in manager.chunks:
-                    manager.remove(manager[kind, index])
+                    manager.remove(manager[kind, index], for_good=True)
         if self.synchronized:
             lost = self._lost_on_any_rank(lost)
         return lost

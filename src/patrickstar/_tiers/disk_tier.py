@@ -104,7 +104,7 @@ class DiskTier:
         self.readers.close()
         self.writers.close()
         for stage in self._stages:
-            stage.close()
+            stage.unlock()
         self.file.close()
 
     def _submit(

@@ -180,7 +180,7 @@ class HostArena:
         base = self.memory.data_ptr()
         ctypes.memmove(base + start, base + block.start, block.nbytes)
 
-    def close(self) -> None:
+    def unlock(self) -> None:
         """Unlock the memory; it is unmapped with the last tensor that views it."""
         if self._page_unlock is not None:
             self._page_unlock()

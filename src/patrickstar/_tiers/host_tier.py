@@ -359,7 +359,7 @@ class HostTier:
                 any(earlier.take_over(block) for earlier in self.arenas[:number])
             if number and not arena.blocks and arena not in self._spare_arenas:  # these would be locked anew
                 self.arenas.remove(arena)
-                arena.close()
+                arena.unlock()
         for block, chunk in self._owners.items():
             chunk.host.place(block, self.view(block, chunk.dtype))
             self.moved.add(chunk)
@@ -369,7 +369,7 @@ class HostTier:
         for arena in [each for each in self._spare_arenas if not each.blocks]:
             self._spare_arenas.remove(arena)
             self.arenas.remove(arena)
-            arena.close()
+            arena.unlock()
 
     def reset_peaks(self) -> None:
         self._last_needed_peak, self._needed_peak = self._needed_peak, self.used + self.other_bytes
@@ -382,6 +382,7 @@ class HostTier:
             f"of a budget of {self.budget_bytes} bytes"
         )
 
-    def close(self) -> None:
+    def unlock(self) -> None:
+        """Unlock all memory, once no copy of an accelerator uses it any more."""
         for arena in self.arenas:
-            arena.close()
+            arena.unlock()
