@@ -100,14 +100,14 @@ def test_closing_takes_no_more_host_memory_than_training_did(device, monkeypatch
         for (batch,) in inputs(2, width=64):
             run_step(engine, (batch,))
         host_tier = manager_of(engine).host_tier
-        before, taken = host_tier.touched_bytes, []
+        before, plain_bytes = host_tier.touched_bytes, []
         plain = replace_data
 
         def replaced(param, value):
-            taken.append(value.nbytes)
-            assert host_tier.touched_bytes + sum(taken) <= before
+            plain_bytes.append(value.nbytes)
+            assert host_tier.touched_bytes + sum(plain_bytes) <= before
             plain(param, value)
 
         monkeypatch.setattr("patrickstar._params.state_dict.replace_data", replaced)
         engine.close()
-        assert sum(taken) == 4 * engine.layout.numel
+        assert sum(plain_bytes) == 4 * engine.layout.numel
