@@ -101,13 +101,11 @@ class _HostLookup(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, ...]:
         (ids,), (padding, scale), host_ids = ctx.saved_tensors, ctx.options, ctx.host_ids.flatten()
         count = ctx.managed.shape[0]
+        padding = -1 if padding is None else padding % count
         if ids.numel() < count:
-            rows = _rows_of_gradient(grad, ids, scale)
-            if padding is not None:
-                rows[ids.flatten() == padding % count] = 0
+            rows = _rows_of_gradient(grad, ids, scale).masked_fill_((ids.flatten() == padding)[:, None], 0)
             full: torch.Tensor | RowGradient = RowGradient(host_ids, rows.to(host_ids.device), count)
         else:
-            padding = -1 if padding is None else padding % count
             rows = torch.ops.aten.embedding_dense_backward(grad, ids, count, padding, scale)
             full = rows.to(host_ids.device)
         ctx.manager.count_transfer(rows.nbytes, to_device=False)

@@ -1,11 +1,12 @@
 """Simulated clock and channels of a dry run: transfers that take the time of their bytes."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from patrickstar._dry_run.lanes import Interval, Lane, Wait, clip
 from patrickstar._hardware.accelerator import DeviceClock
 from patrickstar._hardware.transfer import Transfer
+from patrickstar._step.running_updates import UpdateGroup
 
 # [Note: two clocks]
 # Beside a GPU the host launches operators ahead of those that run. A dry run has one clock for each of both. An
@@ -117,35 +118,16 @@ class SimulatedTransfer(Transfer):
         self.ends_at = self.channel.clock.now
 
 
-class SimulatedUpdate(Transfer):
+class SimulatedUpdate(UpdateGroup):
     """Update on the host whose copies in both directions overlap with the kernel, page by page."""
 
-    label = "update"
-
-    def __init__(self, *transfers: SimulatedTransfer) -> None:
-        self.transfers = transfers
-
-    @property
-    def done(self) -> bool:
-        return all(transfer.done for transfer in self.transfers)
-
-    def prioritize(self) -> None:
-        for transfer in self.transfers:
-            transfer.prioritize()
+    parts: Sequence[SimulatedTransfer]
 
     def withdraw(self) -> bool:
-        if any(transfer not in transfer.channel.waiting for transfer in self.transfers if transfer.nbytes):
+        if any(part not in part.channel.waiting for part in self.parts if part.nbytes):
             return False
         self.cancel()
         return True
-
-    def cancel(self) -> None:
-        for transfer in self.transfers:
-            transfer.cancel()
-
-    def wait(self) -> None:
-        for transfer in self.transfers:
-            transfer.wait()
 
 
 class SimulatedChannel:

@@ -55,7 +55,7 @@ class SimulatedKernels(Kernels):
         update = self.hardware.update.begin(nbytes, "update", after=downloads)
         uploads = self.hardware.up.begin(up, "parameters of an update", after=update) if up else None
         own = (downloads if down else None, update, uploads)
-        return [SimulatedUpdate(*(each for each in own if each is not None))]
+        return [SimulatedUpdate([each for each in own if each is not None])]
 
     def grad_stats(self, gradients: Sequence[Gradient], scales: Sequence[float]) -> GradStats:
         on_host = [grad for grad in gradients if self.hardware.on_host(grad.latest)]

@@ -15,6 +15,7 @@ from patrickstar._engine.averaging import averaged
 from patrickstar._engine.core import EngineCore
 from patrickstar._engine.optimizer_state import OptimizerState
 from patrickstar._params.managed_param import ManagedParam
+from patrickstar._params.shard_collectives import share_optimizer_extra
 from patrickstar._params.tensor_subclass import managed_param_of
 from patrickstar._schedule.coordination import Request
 from patrickstar.errors import ConfigError, ModelError, TrainingError
@@ -153,7 +154,7 @@ class ChunkOptimizer(torch.optim.Optimizer):
         groups = self._packed_groups(positions.__getitem__)
         state: dict[Any, Any] = {}
         together = self._core.optimizer_step.together
-        self._core.data.share_optimizer_memory()
+        share_optimizer_extra(self._core.data.managed_params, self._core.world)
         for managed, position in positions.items():
             if managed.steps:
                 absent = () if together is None else together.optimizer.absent(managed.name)

@@ -304,13 +304,6 @@ class EngineCore:
                 failed.add_note(f"{len(partly)} parameters may be updated in part: {', '.join(partly)}.")
             raise failed
 
-    @engine_call
-    def settle(self) -> None:
-        """Wait for all work of the engine beside the training thread, as far as no data has been lost."""
-        if self.release.alive:
-            self.background_save.wait()
-            self.complete()
-
     def complete(self) -> None:
         """Wait for all deferred updates."""
         with self.internal_computation():

@@ -40,6 +40,7 @@ from patrickstar._engine.core import EngineCore
 from patrickstar._hardware.direct_io import BLOCK_BYTES, PAGE_BYTES
 from patrickstar._layout.schema import PARAM16, PARAM32
 from patrickstar._params.managed_param import ManagedParam
+from patrickstar._params.shard_collectives import share_optimizer_extra
 from patrickstar._params.tensor_subclass import managed_param_of
 from patrickstar._schedule.coordination import Request
 from patrickstar.errors import CheckpointError, PatrickStarError, TrainingError
@@ -76,7 +77,7 @@ class EngineCheckpoint:
             core.flush()  # checkpoints hold no sums of gradients
         data.synchronize_processes(Request.STATE)
         with data.collective_section():
-            data.share_optimizer_memory()
+            share_optimizer_extra(data.managed_params, data.world)
             pieces: list[TensorShard] = []
             error: Exception | None = None
             try:

@@ -159,7 +159,8 @@ class EngineView:
 
         if self.world.size > 1:
             raise ConfigError("engine.plan simulates a single process; for several use patrickstar plan --gpus")
-        self._core.settle()
+        with self._core.interceptor.lock:
+            self._core.complete()  # updates beside it would slow down what is measured
         step = forward_backward_step(loss, args, kwargs, self._core.gradients.last_clips)
         report = dry_run_engine(self, step)
         if isinstance(self._core.recording, Recording):

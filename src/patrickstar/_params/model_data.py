@@ -19,7 +19,7 @@ from patrickstar._params.process_hooks import ProcessHooks
 from patrickstar._params.residency import Residency
 from patrickstar._params.row_gradient import RowGradient
 from patrickstar._params.save_in_progress import SaveInProgress
-from patrickstar._params.shard_collectives import add_over_ranks, share_optimizer_extra
+from patrickstar._params.shard_collectives import add_over_ranks
 from patrickstar._schedule.placement import Tier, embedding_runs_on_host
 from patrickstar._schedule.tensor_state import TensorState
 from patrickstar._tiers.chunk import Chunk
@@ -146,10 +146,6 @@ class ModelData(LocalShards, ProcessHooks):
             self.saving.progress()
 
     # Coordination with other processes
-
-    def share_optimizer_memory(self) -> None:
-        """Copy `optimizer_extra` of parameters from the processes that own a shard of them to all others."""
-        share_optimizer_extra(self.managed_params, self.world)
 
     def has_gradient(self, managed: ManagedParam) -> bool:
         """Return whether a parameter has a gradient for the next step on any rank, as of the last synchronization."""
@@ -303,12 +299,10 @@ class ModelData(LocalShards, ProcessHooks):
     def _write_in_memory(self, managed: ManagedParam, grad: torch.Tensor | RowGradient, add: bool) -> None:
         """Write a gradient over its parameter, and let autograd detect backwards that need the old values."""
         payload = managed.payload()
-        if add:
-            payload.add_(grad.to_dense())
-        elif isinstance(grad, RowGradient):
+        if isinstance(grad, RowGradient) and not add:
             grad.write(payload)
         else:
-            payload.copy_(grad)
+            payload.add_(grad.to_dense()) if add else payload.copy_(grad.to_dense())
         torch.autograd.graph.increment_version(managed.param)
         self.manager.mark_written(managed.chunk, on_device=managed.chunk.device.valid)
 

@@ -7,24 +7,17 @@ import torch
 
 @dataclass(frozen=True)
 class RowGradient:
-    """Rows of a gradient, on the host.
-
-    Args:
-        indices: Index of each row in the weight; rows of the same index are added.
-        rows: A matrix.
-        count: Number of rows of the weight.
-    """
+    """Matrix of rows on the host, with the index of each in the weight; rows of the same index are added."""
 
     indices: torch.Tensor
     rows: torch.Tensor
     count: int
+    """Number of rows of the weight."""
 
-    def write(self, target: torch.Tensor) -> None:
-        """Overwrite a tensor of the weight's shape with the gradient."""
-        target.zero_().index_add_(0, self.indices, self.rows)
+    def write(self, target: torch.Tensor) -> torch.Tensor:
+        """Overwrite a tensor of the weight's shape with the gradient, and return it."""
+        return target.zero_().index_add_(0, self.indices, self.rows)
 
     def to_dense(self) -> torch.Tensor:
         """Return the whole gradient."""
-        dense = self.rows.new_empty(self.count, self.rows.shape[1])
-        self.write(dense)
-        return dense
+        return self.write(self.rows.new_empty(self.count, self.rows.shape[1]))
