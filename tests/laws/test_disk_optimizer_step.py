@@ -40,12 +40,12 @@ def steps(engine: Engine, count: int) -> None:
 def test_a_step_returns_before_its_updates_and_the_next_forward_ends_them(engine):
     pipeline = disk_step_of(engine)
     steps(engine, 2)
-    pending, parameters = pipeline.pending, engine.inspect().parameters
+    pending, parameters = pipeline.unfinished, engine.inspect().parameters
     # Pages that were read on trust may be updated already.
     assert pending and pending <= {param.chunk for param in parameters if param.optimizer_tier == "disk"}
     assert all(param.update_pending and not param.has_gradient for param in parameters if param.chunk in pending)
     engine(torch.zeros(4, WIDTH))
-    assert not pipeline.pending
+    assert not pipeline.unfinished
 
 
 def test_all_pages_come_back_and_nothing_is_read_twice(engine):
@@ -91,7 +91,7 @@ def test_reads_that_were_interrupted_are_made_up_for(engine):
     pipeline = disk_step_of(engine)
     steps(engine, 2)
     while not pipeline._queued():
-        assert pipeline.pending
+        assert pipeline.unfinished
         pipeline.read_ahead.start(pipeline._updates)
     interrupted = pipeline._queued()[0]
     pipeline.staging_pool.wait(interrupted.reads)
@@ -132,7 +132,7 @@ def test_a_gradient_is_assigned_after_the_deferred_update(tmp_path):
         engine = engine_on(tmp_path, **memory)
         steps(engine, 2)
         for value in (0.1, -0.2):
-            assert memory or disk_step_of(engine).pending
+            assert memory or disk_step_of(engine).unfinished
             gradients = [torch.full(param.shape, value, dtype=param.dtype) for param in engine.module.parameters()]
             for param, gradient in zip(engine.module.parameters(), gradients, strict=True):
                 param.grad = gradient
@@ -146,7 +146,7 @@ def test_without_looking_ahead_pages_are_read_when_they_are_waited_for(tmp_path)
     engine = engine_on(tmp_path, prefetch_policy=DemandFetch)
     pipeline = disk_step_of(engine)
     steps(engine, 1)
-    assert pipeline.pending and not pipeline.staging_pool.live
+    assert pipeline.unfinished and not pipeline.staging_pool.live
     steps(engine, 1)
     engine.close()
 
@@ -155,9 +155,9 @@ def test_an_early_update_enters_the_pipeline_in_backward(engine):
     steps(engine, 2)
     values = torch.randn(4, WIDTH)
     loss = mean_square(engine(values))
-    assert not disk_step_of(engine).pending
+    assert not disk_step_of(engine).unfinished
     engine.backward(loss, update=True)
-    assert disk_step_of(engine).pending or any(
+    assert disk_step_of(engine).unfinished or any(
         managed.state.updated_in_backward for managed in model_data_of(engine).managed_params
     )
     engine.optimizer.step()

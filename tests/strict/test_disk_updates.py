@@ -85,11 +85,11 @@ def test_a_step_ends_before_its_pages_are_updated(tmp_path):
     with new_engine(tmp_path) as engine:
         pipeline = disk_step_of(engine)
         with updates_in_progress(engine):
-            assert pipeline.pending
+            assert pipeline.unfinished
             assert all(chunk.updating for chunk in updated(engine))
         engine.optimizer.zero_grad()
         backward(engine)
-        assert not pipeline.pending and not updated(engine)
+        assert not pipeline.unfinished and not updated(engine)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_no_update_runs_after_one_has_failed(tmp_path):
             updating = [pages for pages in pipeline.staging_pool.live if pages.update is not None]
             pipeline._abort(ValueError("an update failed"))
             assert updating and all(pages.update.done for pages in updating)
-            assert not pipeline.pending and not pipeline.staging_pool.live
+            assert not pipeline.unfinished and not pipeline.staging_pool.live
 
 
 def test_a_chunk_on_its_way_to_the_host_is_updated_there(tmp_path):

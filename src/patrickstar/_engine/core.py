@@ -147,8 +147,6 @@ class EngineCore:
         self.optimizer_step = OptimizerStep(self.data, config.optimizer, self.kernels, *buffers, config.update)
         if self.optimizer_step.disk_step is not None:
             self.optimizer_step.disk_step.read_ahead.enabled = prefetch_policy is not DemandFetch
-        if isinstance(self.data, ShardedModelData):
-            self.data.complete = self.optimizer_step.complete
         self.full_state = FullState(self.model_state, self.optimizer_step)
         self.optimizer_placement = OptimizerPlacement(self.layout, self.data, self.optimizer_step, self.tracer)
         self.optimizer_in_backward = OptimizerInBackward(self.data, self.optimizer_step, speculates)

@@ -9,7 +9,7 @@ from patrickstar._hardware.defer_sigint import defer_sigint
 from patrickstar._hardware.storage_guard import refuse_access, storage_guard
 from patrickstar._kernels.rounding import canonical_nan_, round_into
 from patrickstar._kernels.update_rule import Gradient
-from patrickstar._layout.schema import GRAD32, PARAM32
+from patrickstar._layout.schema import DELAYED16, GRAD32, PARAM32
 from patrickstar._params.device_arithmetic import add_gradient, round_to_device
 from patrickstar._params.managed_param import ManagedParam, refusal
 from patrickstar._schedule.placement import Tier
@@ -50,8 +50,6 @@ class LocalShards:
         self.manager = manager
         self.by_chunk: dict[int, list[ManagedParam]] = {}
         self.closed = False
-        self.complete_delayed: Callable[[ManagedParam], None] = lambda managed: None
-        """Waits for the delayed update of a parameter, which may read the gradient list."""
         self.before_write: Callable[[int], None] = lambda index: None
         """Lets no late update of a chunk write a page that it has read before the caller writes it."""
         self._placeholders: dict[torch.dtype, torch.Tensor] = {}
@@ -289,7 +287,13 @@ class LocalShards:
                 f"computed (update=... in ps.Config): the next step will replace what was written; call "
                 f"optimizer.flush() before"
             )
+        self._complete_delayed(managed)
         self.before_write(managed.location.chunk)
+
+    def _complete_delayed(self, managed: ManagedParam) -> None:
+        """Wait for the delayed update of a parameter, which may read the gradient list, if there is one."""
+        if (delayed := self.manager.chunks.get((DELAYED16, managed.location.chunk))) is not None:
+            delayed.complete_update()
 
     def list_gradient(self, managed: ManagedParam) -> None:
         """Add the gradient stored in place of a parameter to the gradient list."""
@@ -319,7 +323,7 @@ class LocalShards:
     def _add_to(self, chunk: Chunk, managed: ManagedParam, grad: torch.Tensor, *, on_device: bool) -> None:
         """Add the elements of a gradient, which is on the device or on the host, to a chunk of the gradient list."""
         if not managed.state.accumulated:
-            self.complete_delayed(managed)
+            self._complete_delayed(managed)
         if self._is_computed_on_device(chunk, on_device=on_device):
             add_gradient(managed.flat(chunk, in_order=True), grad, first=not managed.state.accumulated)
             chunk.host.writer = self.manager.io_dispatch.copies.issued(repr(chunk))

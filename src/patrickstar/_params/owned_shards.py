@@ -1,7 +1,5 @@
 """Shards of chunks that a rank owns: what it sends to others, and the sums of gradients that it receives."""
 
-from collections.abc import Callable, Sequence
-
 import torch
 
 from patrickstar._chunks.chunk_manager import ChunkManager
@@ -28,14 +26,11 @@ class OwnedShards(ModelData):
         """True if gradients are sent, and their sums stored, in fp32."""
         self.grad_accumulation = GradAccumulation(manager, comm)
         """Gradients accumulated on this rank and not yet reduced."""
-        self.complete: Callable[[Sequence[ManagedParam]], None] = lambda managed_params: None
-        """Waits for deferred updates of these parameters."""
 
     def parameters(self, index: int) -> torch.Tensor:
         """Return this rank's shard of a chunk with its parameters restored, on its current tier."""
-        managed_params = self._own_managed_params(index)
-        self.complete(managed_params)
-        own = self.manager[SHARD16, index]
+        managed_params, own = self._own_managed_params(index), self.manager[SHARD16, index]
+        own.complete_update()
         self._finish_reduction(index)
         for managed in managed_params:
             if managed.state.reduced:

@@ -64,8 +64,6 @@ class DelayedUpdates:
         """Indices of the chunks that were exchanged in a step that has not ended: Ctrl-C or an error interrupted it."""
         self._kernels, self._host_updates = kernels, host_updates
         self._running, self._disk_step = running, disk_step
-        data.complete_delayed = lambda managed: self.finish(managed.location.chunk)
-        data.before_write = self.finish
 
     @property
     def staleness(self) -> tuple[float, int]:
@@ -91,9 +89,7 @@ class DelayedUpdates:
     def finish(self, index: int) -> None:
         """Wait until the delayed update of a chunk has ended. Raises its error."""
         if self.data.by_chunk[index][0].schema.trained:
-            self.list_of(index).finish_update()
-            if self._disk_step is not None and index in self._disk_step.unfinished:
-                self._disk_step.finish([index])
+            self.list_of(index).complete_update()
 
     def update(self, index: int, rules: Mapping[ManagedParam, Rule], scales: Sequence[float]) -> None:
         """Start the update of one chunk, whose last one has ended, on the tier of its states."""

@@ -48,10 +48,8 @@ class DiskOptimizerStep:
         """Updates that ended because bytes of chunks were lost."""
         self._running = RunningUpdates(in_order=True)
 
-    @property
-    def pending(self) -> set[int]:
-        """Indices of chunks with a deferred update, for which operators wait."""
-        return {update.index for update in self._updates if not update.home.speculative and not update.home.late}
+    def __len__(self) -> int:
+        return len(self._updates)
 
     @property
     def unfinished(self) -> set[int]:
@@ -93,9 +91,16 @@ class DiskOptimizerStep:
         home.begin(rules)
         if update.pages:
             self._updates.append(update)
+            self._let_wait(update, partial(self.finish, [index]))
         else:
             home.end(rules)
         return update
+
+    @staticmethod
+    def _let_wait(update: DiskUpdate, finish: Callable[[], None] | None) -> None:
+        """Let whoever needs what an update replaces wait for it; None: it has ended."""
+        if (chunk := update.home.gradients(update.index)) is not None:
+            chunk.end_deferred = finish
 
     def buffered(self, index: int) -> list[DiskUpdate]:
         """Return the queued late updates of a chunk."""
@@ -204,6 +209,7 @@ class DiskOptimizerStep:
         ]
         for update in self._updates:
             update.home.give_up(update.rules)
+            self._let_wait(update, None)
         aborted, self._updates = self._updates, []
         self.cancel_running()
         if self.data.manager.io_dispatch.failed is not None:
@@ -291,3 +297,4 @@ class DiskOptimizerStep:
         if update.complete and not update.home.speculative:
             update.home.end(update.rules)
             self._updates.remove(update)
+            self._let_wait(update, None)

@@ -223,15 +223,15 @@ class OptimizerStep:
             self.running.finish()
             if self.lock_free is not None:
                 self.lock_free.complete()
-        elif self.running:
-            for managed in managed_params:
-                managed.shard_chunk.finish_update()
-        if self.disk_step is None:
-            return
-        if managed_params is None:
-            self.disk_step.finish()
-        elif indices := self.disk_step.pending.intersection(managed.location.chunk for managed in managed_params):
-            self.disk_step.finish(indices)
+            if self.disk_step is not None:
+                self.disk_step.finish()
+        elif self.running or self.disk_step:
+            chunks = [managed.shard_chunk for managed in managed_params]
+            for chunk in chunks:
+                chunk.finish_update()
+            deferred = {chunk.index for chunk in chunks if chunk.end_deferred is not None}
+            if deferred and self.disk_step is not None:
+                self.disk_step.finish(deferred)  # together: pages of one are updated while those of others are read
 
     @defer_sigint
     def update_chunk(self, index: int, group_of: GroupOf, scales: Sequence[float], *, first: bool = False) -> None:

@@ -74,6 +74,10 @@ class Home:
     def _own_lists(self, index: int) -> list[Chunk]:
         return self.data.state_chunks(index)
 
+    def gradients(self, index: int) -> Chunk | None:
+        """Return the chunk with the gradients, which waits for the update of its content; None: nothing waits."""
+        return None
+
     def chunks(self, index: int, lists: Collection[Chunk]) -> list[Chunk]:
         """Return the chunks in memory that an update uses, besides `lists`."""
         return [sums for sums in self.data.gradient_sums(index) if sums not in lists]
@@ -118,6 +122,10 @@ class Home:
 
 class InPlace(Home):
     """The place of the parameters: gradients are there, and the new parameters overwrite them."""
+
+    def gradients(self, index: int) -> Chunk | None:
+        """Return the chunk of the parameters."""
+        return self.data.by_chunk[index][0].shard_chunk
 
     def chunks(self, index: int, lists: Collection[Chunk]) -> list[Chunk]:
         """Return the chunk of the parameters, and the sums of gradients."""
@@ -171,13 +179,17 @@ class SparePages(InPlace):
         chunks = data.by_chunk[index][0].shard_chunk, *data.gradient_sums(index)
         self._versions = {chunk: chunk.version for chunk in chunks}
 
+    def gradients(self, index: int) -> Chunk | None:
+        """Return None: results may be given up."""
+        return None
+
     @property
     def is_current(self) -> bool:
         """True if the gradients are in memory and have not changed."""
         return all(chunk.in_memory and chunk.version == version for chunk, version in self._versions.items())
 
     def begin(self, rules: Rules) -> None:
-        """Do nothing: nobody waits for results that may be given up."""
+        """Do nothing: the step decides."""
 
     def span(self, managed: ManagedParam, rule: Rule, part: Part = WHOLE) -> Span:
         """Return the tensors of an update whose new parameters go to a page of their own."""
@@ -207,6 +219,10 @@ class DelayedList(Home):
 
     def _own_lists(self, index: int) -> list[Chunk]:
         return self.data.optimizer_chunks(index)
+
+    def gradients(self, index: int) -> Chunk | None:
+        """Return the chunk of the list."""
+        return self.data.manager[DELAYED16, index]
 
     def span(self, managed: ManagedParam, rule: Rule, part: Part = WHOLE) -> Span:
         """Return the tensors of a delayed update."""

@@ -189,6 +189,8 @@ class Chunk:
         self.compute_device = device
         self.nbytes = numel * ITEMSIZE[dtype]
         self.device, self.host, self.disk = Copy(), HostCopy(), DiskCopy()
+        self.end_deferred: Callable[[], None] | None = None
+        """Ends the queued update of the parameters or gradients in it. See [Note: deferred updates]."""
         self.memory = device_memory(self.nbytes, device, page_pool)
         self.storage = self.memory.storage
         self.refusal = ""
@@ -295,6 +297,12 @@ class Chunk:
         """Finish the update that uses a copy in memory, if any, before the chunk moves."""
         self.device.finish_update()
         self.host.finish_update()
+
+    def complete_update(self) -> None:
+        """Finish the update of its content, running or deferred."""
+        self.finish_update()
+        if self.end_deferred is not None:
+            self.end_deferred()
 
     def finish_save(self) -> None:
         """Wait until no checkpoint writer reads this chunk's memory."""
