@@ -86,11 +86,6 @@ class DelayedUpdates:
         """End the step: all chunks have been exchanged."""
         self._exchanged.clear()
 
-    def finish(self, index: int) -> None:
-        """Wait until the delayed update of a chunk has ended. Raises its error."""
-        if self.data.by_chunk[index][0].schema.trained:
-            self.list_of(index).complete_update()
-
     def update(self, index: int, rules: Mapping[ManagedParam, Rule], scales: Sequence[float]) -> None:
         """Start the update of one chunk, whose last one has ended, on the tier of its states."""
         chunks, delayed = self.data.state_chunks(index), self.list_of(index)

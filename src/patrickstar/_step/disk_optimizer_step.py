@@ -48,9 +48,6 @@ class DiskOptimizerStep:
         """Updates that ended because bytes of chunks were lost."""
         self._running = RunningUpdates(in_order=True)
 
-    def __len__(self) -> int:
-        return len(self._updates)
-
     @property
     def unfinished(self) -> set[int]:
         """Indices of chunks with an update that is queued, speculative ones excepted."""
@@ -98,8 +95,8 @@ class DiskOptimizerStep:
 
     @staticmethod
     def _let_wait(update: DiskUpdate, finish: Callable[[], None] | None) -> None:
-        """Let whoever needs what an update replaces wait for it; None: it has ended."""
-        if (chunk := update.home.gradients(update.index)) is not None:
+        """Let a chunk wait for an update of its content; None: it has ended."""
+        if (chunk := update.home.waiting(update.index)) is not None:
             chunk.end_deferred = finish
 
     def buffered(self, index: int) -> list[DiskUpdate]:

@@ -225,7 +225,7 @@ class OptimizerStep:
                 self.lock_free.complete()
             if self.disk_step is not None:
                 self.disk_step.finish()
-        elif self.running or self.disk_step:
+        elif self.running or self.disk_step is not None:
             chunks = [managed.shard_chunk for managed in managed_params]
             for chunk in chunks:
                 chunk.finish_update()
@@ -280,7 +280,7 @@ class OptimizerStep:
         if self.delayed is None or not managed_params[0].schema.trained or not self.delayed.begin_chunk(index):
             return
         self.complete(managed_params)  # of the last step that was not delayed
-        self.delayed.finish(index)
+        self.delayed.list_of(index).complete_update()
         if any(managed.has_gradient for managed in managed_params):
             self.data.before_update(index)
             self.note_order(index)

@@ -74,8 +74,8 @@ class Home:
     def _own_lists(self, index: int) -> list[Chunk]:
         return self.data.state_chunks(index)
 
-    def gradients(self, index: int) -> Chunk | None:
-        """Return the chunk with the gradients, which waits for the update of its content; None: nothing waits."""
+    def waiting(self, index: int) -> Chunk | None:
+        """Return the chunk that waits for the update, whose gradients it holds; None: none does."""
         return None
 
     def chunks(self, index: int, lists: Collection[Chunk]) -> list[Chunk]:
@@ -123,9 +123,9 @@ class Home:
 class InPlace(Home):
     """The place of the parameters: gradients are there, and the new parameters overwrite them."""
 
-    def gradients(self, index: int) -> Chunk | None:
-        """Return the chunk of the parameters."""
-        return self.data.by_chunk[index][0].shard_chunk
+    def waiting(self, index: int) -> Chunk | None:
+        """Return the chunk of the parameters, unless results may be given up."""
+        return None if self.speculative else self.data.by_chunk[index][0].shard_chunk
 
     def chunks(self, index: int, lists: Collection[Chunk]) -> list[Chunk]:
         """Return the chunk of the parameters, and the sums of gradients."""
@@ -179,10 +179,6 @@ class SparePages(InPlace):
         chunks = data.by_chunk[index][0].shard_chunk, *data.gradient_sums(index)
         self._versions = {chunk: chunk.version for chunk in chunks}
 
-    def gradients(self, index: int) -> Chunk | None:
-        """Return None: results may be given up."""
-        return None
-
     @property
     def is_current(self) -> bool:
         """True if the gradients are in memory and have not changed."""
@@ -220,7 +216,7 @@ class DelayedList(Home):
     def _own_lists(self, index: int) -> list[Chunk]:
         return self.data.optimizer_chunks(index)
 
-    def gradients(self, index: int) -> Chunk | None:
+    def waiting(self, index: int) -> Chunk | None:
         """Return the chunk of the list."""
         return self.data.manager[DELAYED16, index]
 
