@@ -68,7 +68,7 @@ def forward_backward_step(
 
     `clips` are the factors of a real step's clipping, if gradients are clipped: those of 1 changed nothing.
     """
-    norms = [math.inf if factor == 1.0 else 1.0 for factor in clips]
+    norms = [math.inf if factor == 1.0 else 0.0 for factor in clips]
     loss_of = loss_of or (lambda out: getattr(out, "loss", out))
     args, kwargs = pytree.tree_map_only(torch.Tensor, _to_meta, (args, kwargs))
 
