@@ -1,8 +1,10 @@
 """Dry runs equal real runs in accesses, bytes and memory at each moment; what their reports say."""
 
 import gc
+import math
 from functools import partial
 from itertools import groupby, pairwise
+from unittest.mock import Mock
 
 import fixed_machine
 import pytest
@@ -11,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling import draws
-from seeded import run_step
+from seeded import engine_of, run_step
 from simulated_machines import DESKTOP
 from torch import nn
 from torch.nn import functional as F
@@ -352,6 +354,20 @@ def test_planning_does_not_change_a_running_engine(monkeypatch):
     optimizer.step()
     assert engine.stats.last.device_peak_model_bytes == report.stats.device_peak_model_bytes
     engine.close()
+
+
+@pytest.mark.parametrize(("max_norm", "expected"), [(None, []), (1e9, [math.inf]), (1e-3, [0.0])])
+def test_a_plan_clips_as_the_last_step_did(monkeypatch, max_norm, expected):
+    with engine_of(lambda: nn.Linear(8, 8), CONFIG) as engine:
+        engine.backward(engine(torch.randn(4, 8)).sum())
+        if max_norm is not None:
+            engine.clip_grad_norm_(max_norm)
+        engine.optimizer.step()
+        planned = Mock()
+        monkeypatch.setattr("patrickstar._dry_run.simulation.dry_run_engine", lambda engine, step: step(planned))
+        engine.plan(torch.randn(4, 8), loss=lambda out: out)
+    assert [call.args[0] for call in planned.clip_grad_norm_.call_args_list] == expected
+    assert planned.optimizer.step.called
 
 
 linear_step = partial(run_step, batch=(torch.empty(4, 8, device="meta"),))

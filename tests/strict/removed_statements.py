@@ -22,13 +22,15 @@ MODULES = {
     "_checkpoint": "async_save direct_writer",
     "_chunks": "chunk_manager device_eviction transfers",
     "_hardware": "accelerator",
+    "_params": "local_shards owned_shards",
     "_step": "delayed_update disk_optimizer_step disk_speculation gradient_buffer host_speculation lock_free_update "
     "optimizer_in_backward optimizer_step pages_in_memory read_ahead running_updates speculation streamed_update "
     "update_tiers",
     "_tiers": "chunk copy_streams device_tier disk_tier host_tier",
 }
 CALLS = {
-    *("cancel", "cancel_running", "complete", "end_save", "end_update", "ensure_in_memory", "finish", "finish_first"),
+    *("cancel", "cancel_running", "complete", "complete_update", "end_deferred", "end_save", "end_update"),
+    *("ensure_in_memory", "finish", "finish_first", "_complete_delayed"),
     *("finish_one", "finish_running", "finish_save", "finish_update", "order", "settle", "synchronize", "vacate"),
     *("wait", "wait_event", "wait_stream", "_arrive", "_end_or_withdraw", "_end_running", "_finish", "_order"),
     *("_wait_for",),

@@ -1,12 +1,17 @@
 """Law 1 on the strict device: for any schedule, model, loop and budget the bits are those of plain PyTorch there."""
 
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import strict_device
 import torch
 import toys
 from laws.test_late_copies import run_drawn, some_are_slow
+from torch import nn
+from torch.nn import functional as F
+
+import patrickstar as ps
+from patrickstar import testing
 
 
 @cache
@@ -26,3 +31,26 @@ def run_schedule(seed: int, directory) -> bool:
 def test_no_schedule_changes_results(seeds, tmp_path):
     ran = [run_schedule(seed, tmp_path) for seed in seeds]
     assert sum(ran) > len(seeds) // 2, f"only {sum(ran)} of {seeds} ran"
+
+
+class WordsThatAreRead(nn.Module):
+    """Model that reads the weight of its embedding after the lookup, too: not in the first forwards."""
+
+    def __init__(self, padding_idx: int | None) -> None:
+        super().__init__()
+        self.words, self.body = nn.Embedding(4000, 64), nn.Linear(64, 8)
+        self.padding_idx, self.forwards = padding_idx, 0
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        self.forwards += 1
+        out = self.body(F.embedding(ids, self.words.weight, self.padding_idx))
+        return out + self.words.weight[:3].sum() if self.forwards in (3, 5) else out
+
+
+@pytest.mark.parametrize("padding_idx", [None, 7, -3990])
+@pytest.mark.parametrize("device_memory", ["600KiB", "2MiB"])
+def test_an_embedding_may_come_to_the_device_after_a_lookup_on_the_host(padding_idx, device_memory):
+    strict_device.configure()
+    ids = torch.randint(0, 20, (6, 4, 8), generator=torch.Generator().manual_seed(3))
+    config = ps.Config(device="strict", chunk_size=4096, precision="bf16", device_memory=device_memory)
+    testing.assert_exact(partial(WordsThatAreRead, padding_idx), [(batch,) for batch in ids], config, stress=False)

@@ -4,9 +4,9 @@
 Beside an accelerator, a lookup on the host has a gradient with the bits of a lookup on the device: the device's own
 kernel computes it, for the rows that were looked up. Each index is replaced by the position of its first occurrence, so
 that the kernel adds the same gradients in the same order, and only as many rows as indices are copied to the host. All
-other rows are zero: they are written into the chunk without a whole gradient beside it, whose new pages alone would
-take 0.2 s per GiB. The gradient goes to the chunk from the device's thread; autograd's node of the weight, which would
-run in another thread, gets none. So a weight with hooks of the user is looked up on the device.
+other rows are zero: the first gradient of a backward is written into the chunk without a whole one beside it, whose new
+pages alone would take 0.2 s per GiB. The gradient goes to the chunk from the device's thread; autograd's node of the
+weight, which would run in another thread, gets none. So a weight with hooks of the user is looked up on the device.
 """
 
 from collections.abc import Callable, Sequence

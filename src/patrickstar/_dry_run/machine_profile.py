@@ -28,7 +28,7 @@ from patrickstar._tiers.host_tier import HostTier
 from patrickstar._tiers.swap_file import SwapFile
 
 ROUNDS = 5
-"""Number of measurements, of which the median is the result."""
+"""Number of measurements: a result is their median, or their mean if no pauses are between them."""
 CHUNK_BYTES = 1 << 26
 DISK_CHUNK_BYTES = 16 * PAGE_BYTES
 COPIED_BYTES = 1 << 29

@@ -299,10 +299,11 @@ class ModelData(LocalShards, ProcessHooks):
     def _write_in_memory(self, managed: ManagedParam, grad: torch.Tensor | RowGradient, add: bool) -> None:
         """Write a gradient over its parameter, and let autograd detect backwards that need the old values."""
         payload = managed.payload()
-        if isinstance(grad, RowGradient) and not add:
+        if isinstance(grad, RowGradient) and not add and payload.device == grad.rows.device:
             grad.write(payload)
         else:
-            payload.add_(grad.to_dense()) if add else payload.copy_(grad.to_dense())
+            whole = grad.to_dense().to(payload.device)
+            payload.add_(whole) if add else payload.copy_(whole)
         torch.autograd.graph.increment_version(managed.param)
         self.manager.mark_written(managed.chunk, on_device=managed.chunk.device.valid)
 

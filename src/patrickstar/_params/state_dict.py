@@ -3,6 +3,7 @@
 import copy
 import os
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -151,7 +152,8 @@ class ModelState:
         lost = []
         for managed in self.data.managed_params:
             release_parameter(managed)
-        manager.host_tier.unlock()  # so that what is freed makes room for the plain parameters
+        with suppress(RuntimeError):  # of a failed device; then what is freed makes no room for the plain parameters
+            manager.host_tier.unlock()
         for chunk in list(manager.chunks.values()):
             if chunk.kind not in (PARAM16, SHARD16, PARAM32):
                 manager.remove(chunk, for_good=True)

@@ -67,7 +67,7 @@ class HostArena:
         if locked is None:
             self._discard(0, round_up(self.nbytes))  # pages that were faulted in for it
         else:
-            # An arena that is never closed is unlocked before its memory is unmapped: the finalizer holds the memory.
+            # One that nobody unlocks is unlocked before its memory is unmapped: the finalizer holds the memory.
             # At process exit the driver unlocks it.
             self._page_unlock = weakref.finalize(self, _page_unlock, os.getpid(), accelerator, locked, self.memory)
             self._page_unlock.atexit = False
