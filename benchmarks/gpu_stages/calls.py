@@ -106,9 +106,9 @@ def _steps(device: str, output: Path) -> list[Turn]:
     capped = {"device_memory": 24 * GIB}
     whole = {"sequence": 1024, "checkpointing": False}
     if small:
-        return [run("engine", "3b", 16, parts=4), run("fsdp2", "3b", 4), run("deepspeed", "3b", 4)]
+        return [run("engine", "3b", 16, parts=4, variants=True), run("fsdp2", "3b", 4), run("deepspeed", "3b", 4)]
     return [
-        run("engine", "3b", 4, 64, limit_s=90, **capped),
+        run("engine", "3b", 4, 64, limit_s=110, variants=True, **capped),
         run("fsdp2", "3b", 4),
         run("plain", "3b", 4),
         run("engine", "gpt-1b", 4, 16, **whole),
@@ -119,6 +119,7 @@ def _steps(device: str, output: Path) -> list[Turn]:
         run("fsdp2", "3b", 16, parts=4),
         run("deepspeed", "3b", 4),
         run("deepspeed", "3b", 16, parts=4),
+        run("engine", "gpt-1b", 4, 4, sequence=1024, device_memory=8 * GIB, disk=str(output), steps=2, limit_s=120),
     ]
 
 

@@ -1,13 +1,9 @@
 """Train one model with one trainer, and record seconds, losses and memory."""
 
-import cProfile
-import pstats
 import resource
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from statistics import median
 from types import SimpleNamespace
 
@@ -15,7 +11,7 @@ import torch
 from transformers import GPT2LMHeadModel, LlamaForCausalLM  # noqa: F401  before the program's turn
 
 import patrickstar as ps
-from gpu_stages.peers import PEERS, StepAndClose, sum_of
+from gpu_stages.peers import PEERS, Step, StepAndClose, sum_of
 from gpu_stages.record import Record
 from gpu_stages.shapes import build_on_meta, pattern
 from gpu_stages.timing import once
@@ -48,7 +44,6 @@ class Run:
         disk: Directory of the engine's swap file.
         log: File of the recorded steps (engine only).
         variants: Time steps that are not clipped, and steps with `update=True`, too (engine only).
-        profile: File for the Python functions that take most of three steps (engine only).
     """
 
     trainer: str
@@ -65,7 +60,6 @@ class Run:
     disk: str | None = None
     log: str = ""
     variants: bool = False
-    profile: str = ""
 
 
 def train(record: Record, options: SimpleNamespace) -> None:
@@ -78,7 +72,7 @@ def train(record: Record, options: SimpleNamespace) -> None:
     record.figure("model build", time.perf_counter() - start, "s")
     ids, losses = tokens(run, device), []
 
-    def timed(count: int) -> list[float]:
+    def timed(count: int, step: Step = step) -> list[float]:
         times = []
         for _ in range(count):
             times.append(once(lambda: losses.append(step(ids).item()), device))
@@ -101,43 +95,35 @@ def train(record: Record, options: SimpleNamespace) -> None:
         record.figure("allocator retries", stats["num_alloc_retries"], "")
     if engine is not None:
         describe(engine, record)
-        if run.profile:
-            write_profile(partial(timed, 3), run.profile)
         part = ids.chunk(run.parts)[0]
         with engine.record(run.log) if run.log else nullcontext():
             timed(RECORDED_STEPS)
-        start = time.perf_counter()
-        report = engine.plan(input_ids=part, labels=part)
-        record.figure("plan", time.perf_counter() - start, "s", note="time of planning")
-        busy = {"compute": report.compute_s, "host": report.host_s}
-        busy |= {used.name: used.busy_s for used in report.channels}
-        for name, seconds in busy.items():
-            record.figure(f"planned: {name}", seconds, "s")
-        predicted = {"predicted step": report.seconds, "bound of the plan": report.bound_s}
-        for name, seconds in predicted.items():
-            record.figure(name, seconds, "s", note="one backward" if run.parts > 1 else "")
-        if run.variants:
-            for update in (False, True):
-                step, _ = step_of(engine, run, clip=False, update=update)
-                name = "update=True" if update else "not clipped"
-                times = timed(VARIANT_STEPS)[-run.steps :]
-                record.figure(f"step, {name}", median(times), "s", note=", ".join(f"{each:.3f}" for each in times))
-                with engine.record(run.log.replace(".jsonl", f"-{name}.jsonl")) if run.log else nullcontext():
-                    timed(RECORDED_STEPS)
+        plan(engine, run, part, record)
+        for update in (False, True) if run.variants else ():
+            other, _ = step_of(engine, run, clip=False, update=update)
+            name = "update=True" if update else "not clipped"
+            times = timed(VARIANT_STEPS, other)[-run.steps :]
+            record.figure(f"step, {name}", median(times), "s", note=", ".join(f"{each:.3f}" for each in times))
+            log = run.log.replace(".jsonl", f"-{name.replace(' ', '-')}.jsonl")
+            with engine.record(log) if run.log else nullcontext():
+                timed(RECORDED_STEPS, other)
     record.figure("closed in", once(close, device), "s")
     peak_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     host_limit = None if run.host_memory is None else run.host_memory / GIB
     record.figure("peak of the process's memory", peak_bytes / GIB, "GiB", limit=host_limit)
 
 
-def write_profile(action: Callable[[], object], file: str) -> None:
-    """Write the Python functions that take most of an action's time in this thread."""
-    profile = cProfile.Profile()
-    profile.runcall(action)
-    with open(file, "w") as output:
-        statistics = pstats.Stats(profile, stream=output)
-        for order in ("tottime", "cumulative"):
-            statistics.sort_stats(order).print_stats(80)
+def plan(engine: Engine, run: Run, part: torch.Tensor, record: Record) -> None:
+    """Record what `engine.plan` says about a backward, and how long it takes."""
+    start = time.perf_counter()
+    report = engine.plan(input_ids=part, labels=part)
+    record.figure("plan", time.perf_counter() - start, "s", note="time of planning")
+    busy = {"compute": report.compute_s, "host": report.host_s}
+    busy |= {used.name: used.busy_s for used in report.channels}
+    for name, seconds in busy.items():
+        record.figure(f"planned: {name}", seconds, "s")
+    for name, seconds in {"predicted step": report.seconds, "bound of the plan": report.bound_s}.items():
+        record.figure(name, seconds, "s", note="one backward" if run.parts > 1 else "")
 
 
 def build_engine(run: Run) -> Engine:
