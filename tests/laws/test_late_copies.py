@@ -186,8 +186,8 @@ def no_order(monkeypatch):
 def no_wait_before_host_memory_is_freed(monkeypatch):
     """Reuse host memory while a copy may still read it."""
     mapped = []  # a copy into memory that is unmapped would end the process
-    close = HostArena.close
-    monkeypatch.setattr(HostArena, "close", lambda arena: (mapped.append(arena.memory), close(arena)))
+    unlock = HostArena.unlock
+    monkeypatch.setattr(HostArena, "unlock", lambda arena: (mapped.append(arena.memory), unlock(arena)))
     monkeypatch.setattr(HostCopy, "vacate", lambda copy: None)
 
 

@@ -7,12 +7,12 @@ import typing
 from unittest import mock
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from probes import complete_updates, disk_step_of, manager_of
 from sampling import draws, nightly
 from seeded import run_step
-from toys import batches
+from toys import Shape, batches
 
 from patrickstar._layout.schema import PARAM16
 from patrickstar._step.staging_pool import StagingPool
@@ -20,7 +20,7 @@ from patrickstar._tiers.disk_tier import DiskTier
 from patrickstar._tiers.swap_file import SwapFile
 
 from . import tiers
-from .tiers import on_disk, options, rooms, small_engine, wide_shapes
+from .tiers import Room, on_disk, options, rooms, small_engine, wide_shapes
 
 
 class Slow(SwapFile):
@@ -79,6 +79,7 @@ def bytes_of(engine, pages):
 
 @settings(max_examples=64 if nightly() else 1, deadline=None, print_blob=True)
 @given(wide_shapes, st.sampled_from([1000, 9000, 40000]), rooms)
+@example(Shape(("mlp", "mlp"), False, False, True, width=64), 1000, Room())  # windows are suspended
 def test_transfers_do_not_depend_on_the_speed_of_the_disk(folder, shape, chunk_size, room):
     """Check every step, including those before the plan: no decision depends on the speed of a disk."""
     config = on_disk(shape.build, options("bf16", chunk_size), folder, batches(1)[0], room)

@@ -222,10 +222,8 @@ class Interceptor:
         """End an access, and the operator that it was for."""
         belongs = torch.is_grad_enabled() or self.in_backward
         with managing():
-            self.end_uses(managed_params)
+            self.end_uses(managed_params, suspended)
             self.data.op_boundary(belongs)
-            if suspended is not None:
-                self._open(suspended, None)
             self._progress()
 
     def _progress(self) -> None:

@@ -64,7 +64,7 @@ class ModelData(LocalShards, ProcessHooks):
     def access(self, managed_params: Sequence[ManagedParam], belongs: bool | None, *, gently: bool = False) -> None:
         """Fetch parameters to the device and pin them until `release`. `gently`: evict only `param16` chunks for them.
 
-        `belongs`: the access begins a moment, which is part of the traced iteration or not; None: it begins none.
+        `belongs`: its moment is part of the traced iteration or not; None: no moment, nor prefetch, for it begins.
         """
         if self.closed:
             raise TrainingError(f"parameter {managed_params[0].name!r} is used by a graph whose engine is closed")
@@ -88,7 +88,7 @@ class ModelData(LocalShards, ProcessHooks):
         self.manager.note_non_model_bytes()
         self.pin(managed_params)
         self.residency.hold(chunks)
-        if not at_rest:
+        if not at_rest and belongs is not None:
             self.manager.poll_transfers()
         self.update_param_views()
 
