@@ -90,7 +90,7 @@ def _steps(device: str, output: Path) -> list[Turn]:
         limit_s: float = 60,
         **more: Any,
     ) -> Turn:
-        shape = f"{model}-{batch}x{sequence}"
+        shape = f"{model}-{batch}x{sequence}{'-disk' if 'disk' in more else ''}"
         options = {"trainer": trainer, "model": model, "device": device, "batch": batch, "sequence": sequence} | more
         if small:
             options |= {"model": "tiny", "sequence": 16, "steps": 1}
