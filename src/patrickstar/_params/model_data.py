@@ -299,11 +299,10 @@ class ModelData(LocalShards, ProcessHooks):
     def _write_in_memory(self, managed: ManagedParam, grad: torch.Tensor | RowGradient, add: bool) -> None:
         """Write a gradient over its parameter, and let autograd detect backwards that need the old values."""
         payload = managed.payload()
-        if isinstance(grad, RowGradient) and not add and payload.device == grad.rows.device:
-            grad.write(payload)
+        if add:
+            payload.add_(grad.to_dense().to(payload.device))
         else:
-            whole = grad.to_dense().to(payload.device)
-            payload.add_(whole) if add else payload.copy_(whole)
+            payload.copy_(grad) if isinstance(grad, torch.Tensor) else grad.write(payload)
         torch.autograd.graph.increment_version(managed.param)
         self.manager.mark_written(managed.chunk, on_device=managed.chunk.device.valid)
 

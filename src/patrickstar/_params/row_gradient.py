@@ -7,15 +7,16 @@ import torch
 
 @dataclass(frozen=True)
 class RowGradient:
-    """Matrix of rows on the host, with the index of each in the weight; rows of the same index are added."""
+    """Matrix of rows on the host, with the index of each in a weight of `count` rows; those of one index are added."""
 
     indices: torch.Tensor
     rows: torch.Tensor
     count: int
-    """Number of rows of the weight."""
 
     def write(self, target: torch.Tensor) -> torch.Tensor:
         """Overwrite a tensor of the weight's shape with the gradient, and return it."""
+        if target.device != self.rows.device:
+            return target.copy_(self.to_dense())
         return target.zero_().index_add_(0, self.indices, self.rows)
 
     def to_dense(self) -> torch.Tensor:
