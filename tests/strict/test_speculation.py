@@ -72,6 +72,16 @@ def test_updates_from_disk_see_whatever_happens_before_the_step(event, tmp_path,
     assert begun
 
 
+def test_chunks_on_disk_are_updated_early_though_the_host_had_no_spare_memory(tmp_path, monkeypatch):
+    begin, decide = SparePages.begin, HostSpeculation.end_step
+    events = []
+    monkeypatch.setattr(SparePages, "begin", lambda home, rules: events.append("disk") or begin(home, rules))
+    monkeypatch.setattr(HostSpeculation, "end_step", lambda host: events.append("step") or decide(host) + 1000)
+    compare(loop([[]] * 8, [1] * 8), seed=10, **cases.on_disk(tmp_path))
+    steps = " ".join(events).split("step")
+    assert all("disk" in each for each in steps[4:8]), f"updates from disk before each step: {steps}"
+
+
 @pytest.mark.parametrize("seeds", some_are_slow(100, fast=5))
 def test_no_order_of_events_changes_a_bit(seeds):
     stats = [strict_device.configure(seed=seed) or cases.run(seed, device="strict") for seed in seeds]

@@ -157,14 +157,25 @@ def test_optimizer_chunks_fill_the_margin_then_the_host_then_the_disk(chunks, ch
     above = margin_chunks(chunks, chunkable, accumulates=accumulates)
     found = home_tiers(chunks, above, host, accumulates=accumulates)
     assert list(found) == [c.index for c in chunks]
-    for c in chunks:
-        needed = c.optimizer_bytes + (4 * c.numel if accumulates and c.schema.trained else 0)
-        assert (found[c.index] is Tier.DEVICE) is (c.index in above)
-        if found[c.index] is Tier.HOST:
-            host -= needed
-            assert host >= 0
-        elif found[c.index] is Tier.DISK:
-            assert needed > host, f"{c} would have fitted"
+    needed = {c.index: c.optimizer_bytes + (4 * c.numel if accumulates and c.schema.trained else 0) for c in chunks}
+    assert {index for index, tier in found.items() if tier is Tier.DEVICE} == set(above)
+    left = host - sum(needed[index] for index, tier in found.items() if tier is Tier.HOST)
+    assert left >= 0
+    assert all(needed[index] > left for index, tier in found.items() if tier is Tier.DISK), "one would have fitted"
+
+
+@given(st.integers(1, 60), st.integers(0, 60), st.integers(1, 59), st.integers(1, 8))
+def test_optimizer_chunks_on_the_host_are_spread_over_the_layers_and_stay_if_it_grows(count, first, room, more):
+    chunks = [chunk(index, 64) for index in range(count)]
+    each = chunks[0].optimizer_bytes
+    hosts = [
+        {index for index, tier in home_tiers(chunks, (), room * each + add).items() if tier is Tier.HOST}
+        for add in (0, each - 1, more * each)
+    ]
+    assert len(hosts[0]) == min(count, room) and hosts[0] == hosts[1] <= hosts[2]
+    part = len([index for index in hosts[0] if first <= index < first + 13])
+    within = len(range(first, min(first + 13, count)))
+    assert abs(part - within * len(hosts[0]) / count) <= 3, "a part of the layers has other than its share"
 
 
 @given(nbytes, nbytes)

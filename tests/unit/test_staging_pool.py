@@ -23,6 +23,13 @@ def test_a_ring_has_as_many_sets_as_there_is_room_for_but_two_at_least(lists, wh
     assert (size.page_bytes, size.pages, size.nbytes) == (page_bytes, lists * sets, lists * sets * page_bytes)
 
 
+@pytest.mark.parametrize(("room", "sets"), [(0, 2), (20, 20 // 3), (600, 12), (1200, 20), (6000, 40)])
+def test_beside_updates_on_the_host_there_are_more_sets_within_a_twentieth_of_its_memory(room, sets):
+    size = StagingSize.choose(3, 100_000, 4096, None, room * 4096, beside_updates=True)
+    assert size.pages == 3 * sets
+    assert sets <= 12 or 20 * size.nbytes <= room * 4096
+
+
 def test_pages_of_lists_pass_through_buffers_and_come_back(tmp_path):
     manager = ChunkManager(
         torch.device("cpu"), 1 << 16, 1 << 20, poison=True, disk=DiskTier(SwapFile(tmp_path, 0), 4096)

@@ -176,28 +176,30 @@ def margin_chunks(
     return placed
 
 
+GOLDEN_SECTION = (5**0.5 - 1) / 2
+"""Multiples of it, modulo one, are spread evenly over the interval, however many there are."""
+
+
 def home_tiers(
     chunks: Sequence[ChunkSpec], on_device: Collection[int], host_bytes: int, *, accumulates: bool = False
 ) -> dict[int, Tier]:
     """Return the tier of each index's optimizer chunks: margin, then host up to `host_bytes`, then disk.
 
-    The host is filled in list order: chunks used first in forward are complete last in backward, so their update has
-    the least time to overlap disk transfers. The same chunks stay on the host in every step. Caching by recent use
-    would have no hits in a sweep over more chunks than the host holds. A sweep that reverses its direction would save
-    the same bytes, but backward and forward determine the order.
+    Those on the host are spread over the list. Forward waits for the updates of its operators in list order: the host
+    updates some while the disk reads and writes others. Which chunks are preferred does not depend on `host_bytes`, so
+    that few move when it changes. The same chunks stay on the host in every step. Caching by recent use would have no
+    hits in a sweep over more chunks than the host holds. A sweep that reverses its direction would save the same bytes,
+    but backward and forward determine the order.
     """
-    tiers = {}
-    for chunk in chunks:
+    tiers = {chunk.index: Tier.DEVICE if chunk.index in on_device else Tier.DISK for chunk in chunks}
+    for position in sorted(range(len(chunks)), key=lambda position: position * GOLDEN_SECTION % 1):
+        chunk = chunks[position]
         nbytes = chunk.optimizer_bytes
         if accumulates and chunk.schema.trained:
             nbytes += chunk.nbytes(ITEMSIZE[chunk.schema.master_dtype])
-        if chunk.index in on_device:
-            tiers[chunk.index] = Tier.DEVICE
-        elif nbytes <= host_bytes:
+        if tiers[chunk.index] is Tier.DISK and nbytes <= host_bytes:
             tiers[chunk.index] = Tier.HOST
             host_bytes -= nbytes
-        else:
-            tiers[chunk.index] = Tier.DISK
     return tiers
 
 

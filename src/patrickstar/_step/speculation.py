@@ -139,7 +139,8 @@ class Speculation:
         """Add a chunk whose gradients are complete."""
         if self._assumption is not None:
             passed_over = self._assumption.passed_over
-            skips = len(passed_over) < self._passed_over
+            needs_spare_block = self._host is not None and self.data.state_chunks(index)[0].in_memory
+            skips = needs_spare_block and len(passed_over) < self._passed_over
             (passed_over if skips else self._assumption.candidates).append(index)
 
     def progress(self) -> None:

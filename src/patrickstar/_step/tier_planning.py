@@ -156,7 +156,8 @@ def plan_tiers(
     uncut = {rule.kinds for rule in rules if not rule.by_pages}
     whole = [chunk for chunk in layout.chunks if chunk.schema.trained and chunk.schema.state_kinds in uncut]
     whole_bytes = max((chunk.own_numel * MASTER_BYTES for chunk in whole), default=0)
-    staging_size = StagingSize.choose(lists, largest, page_bytes, None if by_pages else whole_bytes, room)
+    uncut_bytes = None if by_pages else whole_bytes
+    staging_size = StagingSize.choose(lists, largest, page_bytes, uncut_bytes, room, hardware.has_gpu)
     staging = buffers + io_bytes + staging_size.nbytes
     budget = Budgets(device, host + buffers - staging, capacity if capacity is not None else free)
     if optimizer.updates_together:
