@@ -94,6 +94,7 @@ def planned(model: object, draw: Draw, memory: int, **options) -> ps.Plan:
         source="a test",
         host=Host(memory=memory, memory_bandwidth=2e10, cores=2, matmul_tflops=0.1, fp32_tflops=0.1),
         disk=DiskDrive(capacity=1 << 34, read=1e9, write=1e9) if draw.disk else None,
+        budgets=True,
         measured=True,
     )
     options |= {"batch": draw.batch, "activation_checkpointing": draw.checkpointing, "precision": draw.precision}

@@ -7,7 +7,16 @@ from hypothesis import strategies as st
 from sampling import fixed_draws
 from simulated_machines import CPU, NODE
 
-from patrickstar._perf_model.machine_spec import DiskDrive, Gpu, Host, Links, find_machine, known_machines, read_machine
+from patrickstar._perf_model.machine_spec import (
+    DiskDrive,
+    Gpu,
+    Host,
+    Links,
+    find_machine,
+    known_machines,
+    read_machine,
+    write_machine,
+)
 from patrickstar.errors import ConfigError
 
 given = fixed_draws(100)
@@ -88,6 +97,12 @@ def test_a_user_file_is_read(tmp_path):
     assert machine.gpu.memory == 16 * 1024**3
     assert machine.links.h2d == 12e9
     assert find_machine(str(tmp_path / "machine.toml")) == machine
+    write_machine(machine.model_copy(update={"measured": True, "budgets": True}), tmp_path / "written.toml")
+    assert read_machine(tmp_path / "written.toml") == machine.model_copy(update={"budgets": True}), (
+        "not of this computer"
+    )
+    with pytest.raises(ConfigError, match=r"missing/machine\.toml cannot be written: No such file"):
+        write_machine(machine, tmp_path / "missing" / "machine.toml")
 
 
 @pytest.mark.parametrize(

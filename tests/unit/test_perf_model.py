@@ -79,7 +79,7 @@ def test_all_bytes_are_placed_within_budget_and_the_busiest_channel_is_a_lower_b
     model_data = (PARAM_BYTES + STATE_BYTES) * work.params
     assert found.shares.retained + found.shares.resident + found.shares.paged <= 1 + 1e-6
     assert on_devices + found.host_bytes + found.disk_bytes == pytest.approx(model_data, rel=1e-3)
-    assert found.seconds >= found.bound_s == max(channel.seconds for channel in found.channels)
+    assert found.seconds >= max(channel.seconds for channel in found.channels) >= found.bound_s
     names = {channel.name for channel in found.channels}
     assert names >= {"compute", "host to device", "device to host", "host memory"}
 
@@ -88,14 +88,23 @@ def test_all_bytes_are_placed_within_budget_and_the_busiest_channel_is_a_lower_b
 @given(
     works,
     machines,
-    st.sampled_from([("links", "h2d"), ("gpu", "memory"), ("host", "memory_bandwidth"), ("gpu", "matmul_tflops")]),
+    st.sampled_from(
+        [
+            ("links", "h2d"),
+            ("gpu", "memory"),
+            ("gpu", "matmul_tflops"),
+            ("host", "memory"),
+            ("host", "memory_bandwidth"),
+        ]
+    ),
 )
-def test_faster_hardware_is_never_slower(work, machine, resource):
+def test_larger_memory_and_faster_hardware_are_never_slower(work, machine, resource):
     before = best(work, machine, 1)
     assume(before is not None)
     part, name = resource
     after = best(work, changed(machine, part, **{name: 2 * getattr(getattr(machine, part), name)}), 1)
-    assert after.bound_s <= before.bound_s * (1 + 1e-9)
+    assert after.bound_s <= before.bound_s * (1 + 1e-6)
+    assert after.seconds <= before.seconds * (1 + 1e-6), "the pipeline's fill counts, too"
 
 
 @few
@@ -163,7 +172,7 @@ def test_no_shares_are_faster_than_the_chosen_ones(work, machine, processes):
         shares.in_ram,
     )
     if again is not None:
-        assert again == pytest.approx(found.bound_s, rel=1e-3), "the shares do not give the estimated time"
+        assert again == pytest.approx(found.busiest.seconds, rel=1e-3), "the shares do not give the estimated time"
 
 
 # Most draws fit and are skipped.
@@ -238,10 +247,10 @@ def test_without_a_gpu_both_tiers_share_the_host_memory():
         assert found is None or found.device_bytes + found.host_bytes <= memory
 
 
-@pytest.mark.parametrize("processes", [1, 4])
-def test_lock_free_updates_hide_the_disk_behind_the_other_channels(processes):
+@pytest.mark.parametrize(("processes", "gigabytes"), [(1, 300), (4, 240)])
+def test_lock_free_updates_hide_the_disk_behind_the_other_channels(processes, gigabytes):
     machine = find_machine("8xA100-40GB-11TB")
-    machine = changed(machine, "host", memory=300 * 10**9)
+    machine = changed(machine, "host", memory=gigabytes * 10**9)
     work = gpt_workload(Gpt(34, 8192, heads=64, sequence=512), 4, True)
     mesh = Mesh(gpus=processes)
     exact, late = estimate(work, machine, mesh), estimate(work, machine, mesh, lock_free=True)

@@ -48,10 +48,10 @@ tps, eps, node_counts = st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 8, 16
 BEFORE = (
     # Model, machine, GPUs, batch, checkpointing; seconds, bound, bytes of device, host and disk of one machine.
     ("gpt-12b", "8xV100-32GB", 1, 8, True, 9.746348022, 9.463936325, 34089730048, 148100063232, 0),
-    ("gpt-12b", "8xV100-32GB", 8, 8, True, 9.604902198, 9.463936335, 13163169964, 147514120857, 0),
+    ("gpt-12b", "8xV100-32GB", 8, 8, True, 9.528615611, 9.463936325, 29297526528, 18439268351, 0),
     ("gpt-8b", "RTX4090-desktop", 1, 4, True, 6.446955644, 6.275927654, 25769803776, 64000000000, 31379638271),
     ("t5-58b", "8xA100-40GB-11TB", 8, 4, True, 9.79827755, 9.748167308, 25810730200, 694978242872, 0),
-    ("gpt-1b", "H200", 1, 4, False, 0.06797193958, 0.06232774409, 17791859284, 5743056299, 0),
+    ("gpt-1b", "H200", 1, 4, False, 0.06544413123, 0.06232774403, 23534915584, 0, 0),
     ("gpt-55b", "8xA100-40GB", 8, 1, True, 3.610183359, 3.507798192, 42949672960, 470335979520, 0),
 )
 
@@ -142,7 +142,7 @@ def test_no_shares_of_a_cluster_are_faster_than_the_chosen_ones(layers, hidden, 
         work, ample, mesh, shares.retained * (1 - 1e-6), shares.resident * (1 - 1e-6), shares.on_host, shares.in_ram
     )
     if again is not None and not shares.paged:
-        assert again == pytest.approx(step.bound_s, rel=1e-3), "the shares do not give the estimated time"
+        assert again == pytest.approx(step.busiest.seconds, rel=1e-3), "the shares do not give the estimated time"
 
 
 @given(gpts, tps, st.integers(2, 40), st.integers(1, 60))

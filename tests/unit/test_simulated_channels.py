@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from patrickstar._dry_run.lanes import Interval, Wait
-from patrickstar._dry_run.simulated_channels import SimulatedChannel, SimulatedClock
+from patrickstar._dry_run.simulated_channels import HostMemory, SimulatedChannel, SimulatedClock
 
 actions = st.lists(
     st.tuples(st.sampled_from(["begin", "urgent", "wait", "prioritize", "compute"]), st.integers(0, 1000)), max_size=40
@@ -107,3 +107,14 @@ def test_waits_are_recorded_with_the_name_of_what_is_waited_for(channel, clock):
     first.wait()  # it has ended: no wait
     channel.run(0, "nothing")
     assert clock.waits == [Wait(0.5, 1.5, "disk", "b", "forward")]
+
+
+def test_channels_that_share_a_memory_are_slower_together_and_as_fast_as_they_can_alone(clock):
+    update, copies, disk = (SimulatedChannel(name, rate, clock) for name, rate in (("u", 100), ("c", 60), ("d", 40)))
+    HostMemory(120.0).add(update, copies, disk)
+    assert update.begin(100, "alone").ends_at == 1.0
+    clock.now = 0.5
+    assert copies.begin(60, "beside an update").ends_at == 0.5 + 160 / 120
+    assert disk.begin(40, "beside both").ends_at == 0.5 + 200 / 120
+    clock.now = 10.0
+    assert [copies.begin(60, "alone").ends_at, disk.begin(40, "both fit").ends_at] == [11.0, 11.0]

@@ -9,7 +9,7 @@ from rich.console import Console
 
 import patrickstar
 from patrickstar._cli.console import print_row
-from patrickstar._dry_run.machine_profile import ROUNDS, benchmark_span, elapsed_s, measure_disk
+from patrickstar._dry_run.machine_profile import ROUNDS, benchmark_span, elapsed_s, measure_disk, profile_machine
 from patrickstar._dry_run.precision_choice import SLOW_RATIO
 from patrickstar._dry_run.product_rates import TYPICAL_WIDTH, product_rate
 from patrickstar._hardware.accelerator import TorchDevice
@@ -23,9 +23,11 @@ from patrickstar._kernels.eager_backend import EagerBackend
 from patrickstar._kernels.triton_backend import TritonBackend
 from patrickstar._layout.byte_size import format_size
 from patrickstar._perf_model.cpu_precision import faster_on_cpu, gflops
+from patrickstar._perf_model.machine_spec import write_machine
 from patrickstar._perf_model.margins import COLLECTIVE_BYTES, OUTSIDE_BYTES, device_budget
 from patrickstar._perf_model.workload import STATE_BYTES, UPDATE_BYTES
 from patrickstar._tiers.hardware import Hardware
+from patrickstar.config import Config
 
 TRIAL_NUMEL = 16_000_000
 """Parameters of the trial update: 224 MB, more than caches hold, and fast to update."""
@@ -40,14 +42,16 @@ class Finding:
     advice: str | None = None
 
 
-def examine(trial_numel: int = TRIAL_NUMEL, disk: Path | None = None) -> list[Finding]:
+def examine(trial_numel: int = TRIAL_NUMEL, disk: Path | None = None, machine: Path | None = None) -> list[Finding]:
     """Examine everything that training depends on.
 
     Args:
         trial_numel: Parameters of the trial update.
         disk: Directory of a disk tier, to be measured too.
+        machine: File for sizes and rates, to be measured too.
 
     Raises:
+        ConfigError: The file cannot be written.
         DiskError: The directory cannot be used.
     """
     kernel, backend = _kernel()
@@ -63,6 +67,7 @@ def examine(trial_numel: int = TRIAL_NUMEL, disk: Path | None = None) -> list[Fi
         *_speed(backend, trial_numel),
         _products(),
         *(_disk(disk) if disk is not None else []),
+        *(_machine(machine, disk) if machine is not None else []),
     ]
 
 
@@ -73,10 +78,21 @@ def _disk(directory: Path) -> list[Finding]:
         Finding(
             "disk",
             f"{directory}: {format_size(drive.capacity)} free, reads {drive.read / 1e9:.2f} GB/s, writes "
-            f"{drive.write / 1e9:.2f} GB/s with checksums; per step, the optimizer states of 10^9 parameters take "
-            f"{state_bytes / drive.read:.0f} s to read and {state_bytes / drive.write:.0f} s to write",
+            f"{drive.write / 1e9:.2f} GB/s at the same time, with checksums, until a cache is full; per step, the "
+            f"optimizer states of 10^9 parameters take {state_bytes / drive.read:.0f} s to read and "
+            f"{state_bytes / drive.write:.0f} s to write",
         )
     ]
+
+
+def _machine(path: Path, disk: Path | None) -> list[Finding]:
+    """Measure this machine, and write it to a file."""
+    device = Config().find_device()
+    found = profile_machine(device, disk)
+    name = f"{machine_name(device)} with {found.host.memory / 1e9:.1f} GB of RAM for training"
+    write_machine(found.model_copy(update={"name": name}), path)
+    without = "" if disk is not None else "; add --disk DIRECTORY for a drive"
+    return [Finding("machine file", f"{path}: `patrickstar plan --machine {path}` plans for this machine{without}")]
 
 
 def print_findings(console: Console, findings: list[Finding]) -> None:

@@ -248,6 +248,13 @@ def plan(
     ] = None,
     device_memory: Annotated[str | None, typer.Option(help="Memory budget of each GPU. Default: its memory.")] = None,
     host_memory: Annotated[str | None, typer.Option(help="Memory that each host has. Default: its own.")] = None,
+    host_bandwidth: Annotated[
+        str | None,
+        typer.Option(help="Rate of each host's memory, reads plus writes, such as 170GB/s. Default: its own."),
+    ] = None,
+    cores: Annotated[
+        int | None, typer.Option(min=1, help="Cores of each host that training may use. Default: all.")
+    ] = None,
     disk: Annotated[
         str | None, typer.Option(help="Drive of each host: capacity, and rates if known, such as 1TB:7GB/s.")
     ] = None,
@@ -342,13 +349,20 @@ def doctor(
     disk: Annotated[
         Path | None, typer.Option(help="Directory for the disk tier; its read and write speed is measured.")
     ] = None,
+    machine: Annotated[
+        Path | None, typer.Option(help="Also write sizes and rates to this file, for `plan --machine` on any computer.")
+    ] = None,
     traceback: Annotated[bool, typer.Option("--traceback", help="Print the traceback of an error.")] = False,
 ) -> None:
     """Report what this machine and this installation support, with advice on what is missing."""
     with _reported_errors(traceback):
+        from patrickstar._cli.early_checks import refuse_unwritable
+
+        if machine is not None:
+            refuse_unwritable(machine.parent, "--machine")
         from patrickstar._cli.doctor import examine, print_findings
 
-        print_findings(Console(), examine(disk=disk))
+        print_findings(Console(), examine(disk=disk, machine=machine))
 
 
 def _fields(options: type, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import re
 
 _SIZES = "device_memory|host_memory|chunk_size"
-_OTHERS = "max_staleness|capacity_factor|gpus|gpu|machine|nodes|tp|ep|replicas"
+_OTHERS = "max_staleness|capacity_factor|host_bandwidth|cores|batch|sequence|gpus|gpu|machine|nodes|tp|ep|replicas"
 _UNITS = ((1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B"))
 _SIZE = re.compile(rf"\b({_SIZES})=(\d+)(?: bytes)?(?: \([^)]*B\))?")
 _REPLACED = (

@@ -31,6 +31,8 @@ class PlanOptions:
     capacity_factor: float | None
     device_memory: str | None
     host_memory: str | None
+    host_bandwidth: str | None
+    cores: int | None
     disk: str | None
     batch: int | None
     sequence: int
@@ -67,8 +69,11 @@ def plan(options: PlanOptions, console: Console) -> None:
         ep=options.ep,
         device_memory=options.device_memory,
         host_memory=options.host_memory,
+        host_bandwidth=options.host_bandwidth,
+        cores=options.cores,
         disk=options.disk,
         batch=options.batch,
+        sequence=options.sequence,
         activation_checkpointing=options.activation_checkpointing,
         precision=options.precision,
         dry_run=options.dry_run,

@@ -1,8 +1,7 @@
 """Machine spec of the local machine: memory sizes, and rates measured by short benchmarks."""
 
-import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -11,6 +10,8 @@ import torch
 
 from patrickstar._dry_run.device_timer import DeviceTimer
 from patrickstar._hardware.direct_io import PAGE_BYTES
+from patrickstar._hardware.machine_name import usable_cores
+from patrickstar._hardware.transfer import Transfer
 from patrickstar._hardware.vm_pool import PagePool, can_move_pages, round_up
 from patrickstar._kernels.adam import AdamRule
 from patrickstar._kernels.dispatch import Kernels
@@ -68,18 +69,21 @@ def profile_machine(device: torch.device, directory: str | Path | None = None) -
             memory=hardware.host_bytes(),
             memory_bandwidth=_copy_bandwidth(cpu),
             update_rate=_update_rate(hardware),
-            cores=os.cpu_count() or 1,
+            cores=usable_cores(),
             matmul_tflops=_matmul_tflops(cpu, torch.bfloat16),
             fp32_tflops=_matmul_tflops(cpu, torch.float32),
         ),
         links=Links(h2d=h2d, d2h=d2h),
         disk=disk,
+        budgets=True,
         measured=True,
     )
 
 
 def measure_disk(directory: str | Path, chunk_bytes: int = DISK_CHUNK_BYTES) -> DiskDrive:
-    """Time writing and reading back a few chunks, over the code path of chunk transfers; takes about a second.
+    """Time reading and writing a few chunks at the same time, as steps do, over the code path of chunk transfers.
+
+    It takes about a second. A drive with a cache of fast cells writes as fast only until that is full.
 
     Returns:
         The free space, and the rates with checksums.
@@ -89,22 +93,35 @@ def measure_disk(directory: str | Path, chunk_bytes: int = DISK_CHUNK_BYTES) -> 
     """
     device = torch.device("cpu")
     pages = PagePool() if can_move_pages() else None
-    tier = DiskTier(SwapFile(directory, chunk_bytes * ROUNDS))
-    chunks = [Chunk(PARAM16, i, chunk_bytes // 2, "bfloat16", device) for i in range(ROUNDS)]
-    buffer = Chunk(PARAM16, ROUNDS, chunk_bytes // 2, "bfloat16", device, pages)
-    buffer.allocate_device()
-    memory = buffer.on_device(buffer.whole).view(torch.uint8)
-    memory.random_()
+    tier = DiskTier(SwapFile(directory, 2 * chunk_bytes * ROUNDS))
+    chunks = [Chunk(PARAM16, i, chunk_bytes // 2, "bfloat16", device) for i in range(2 * ROUNDS)]
+    buffers = [Chunk(PARAM16, len(chunks) + i, chunk_bytes // 2, "bfloat16", device, pages) for i in range(2)]
+    for buffer in buffers:
+        buffer.allocate_device()
+    source, target = (buffer.on_device(buffer.whole).view(torch.uint8).random_() for buffer in buffers)
     try:
         for chunk in chunks:
             tier.reserve(chunk)
-        write_s = median([elapsed_s(tier.write(chunk, 0, memory).wait, device) for chunk in chunks])
-        read_s = median([elapsed_s(tier.read(chunk, 0, memory).wait, device) for chunk in chunks])
+        for chunk in chunks[:ROUNDS]:
+            tier.write(chunk, 0, source).wait()
+        reads = [tier.read(chunk, 0, target) for chunk in chunks[:ROUNDS]]
+        writes = [tier.write(chunk, 0, source) for chunk in chunks[ROUNDS:]]
+        read_s, write_s = _span_s(reads), _span_s(writes)
     finally:
         tier.close()
-        buffer.memory.close()
+        for buffer in buffers:
+            buffer.memory.close()
     free_bytes = Hardware(device).free_disk_bytes(Path(directory))
-    return DiskDrive(capacity=free_bytes, read=chunk_bytes / read_s, write=chunk_bytes / write_s)
+    return DiskDrive(capacity=free_bytes, read=ROUNDS * chunk_bytes / read_s, write=ROUNDS * chunk_bytes / write_s)
+
+
+def _span_s(transfers: Sequence[Transfer]) -> float:
+    """Wait for transfers, and return the seconds from the begin of the first one to the end of the last one."""
+    for transfer in transfers:
+        transfer.wait()
+    intervals = [interval for transfer in transfers if (interval := transfer.interval(None)) is not None]
+    assert len(intervals) == len(transfers), "transfers of worker threads are timed"
+    return max(end for _, end in intervals) - min(begin for begin, _ in intervals)
 
 
 def elapsed_s(action: Callable[[], object], device: torch.device) -> float:

@@ -20,6 +20,29 @@ HOST = "host"
 """Name of the lane of Python and launches."""
 
 
+class HostMemory:
+    """Host memory that channels read and write: all that are busy share its rate, in proportion to their own.
+
+    Args:
+        rate: Bytes per second, reads plus writes.
+    """
+
+    def __init__(self, rate: float) -> None:
+        self._rate = rate
+        self._channels: list[SimulatedChannel] = []
+
+    def add(self, *channels: "SimulatedChannel") -> None:
+        """Let these channels pass all their bytes through this memory."""
+        for channel in channels:
+            channel.memory = self
+        self._channels += channels
+
+    def slowdown(self, begun: "SimulatedChannel", at_s: float) -> float:
+        """Return how many times as long as alone a transfer takes that begins at a time on one of the channels."""
+        rates = [channel.rate for channel in self._channels if channel is begun or channel.free_at > at_s]
+        return max(1.0, sum(rates) / self._rate)
+
+
 class SimulatedClock:
     """Clocks of a dry run, in seconds since its start. It records who waits, in the same time.
 
@@ -143,6 +166,8 @@ class SimulatedChannel:
         self.rate = rate
         """Bytes per second."""
         self.clock = clock
+        self.memory: HostMemory | None = None
+        """What its bytes pass through, shared with other channels."""
         self.waiting: deque[SimulatedTransfer] = deque()
         self.free_at = 0.0
         """End time of the last transfer that has begun."""
@@ -180,6 +205,8 @@ class SimulatedChannel:
             if transfer is None:
                 return
             self.waiting.remove(transfer)
+            if self.memory is not None:
+                transfer.seconds *= self.memory.slowdown(self, self._times(transfer, self.free_at)[0])
             begins_at, ends_at = self._times(transfer, self.free_at)
             transfer.ends_at = self.free_at = ends_at
             self.begun.append(Interval(begins_at, self.free_at, transfer.label))

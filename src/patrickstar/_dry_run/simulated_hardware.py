@@ -10,7 +10,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from patrickstar._dry_run.lanes import Interval, Lane, clip
 from patrickstar._dry_run.op_tracer import TensorMeter
-from patrickstar._dry_run.simulated_channels import HOST, SimulatedChannel, SimulatedClock, SimulatedTransfer
+from patrickstar._dry_run.simulated_channels import (
+    HOST,
+    HostMemory,
+    SimulatedChannel,
+    SimulatedClock,
+    SimulatedTransfer,
+)
 from patrickstar._hardware.memory_meter import Meter
 from patrickstar._hardware.transfer import Transfer
 from patrickstar._hardware.vm_pool import PagePool
@@ -125,6 +131,8 @@ class SimulatedHardware(Hardware):
         self.write = SimulatedChannel("disk write", write_rate, self.clock, blocks_host=True)
         update_rate = machine.host.update_bandwidth(1, machine.host.cores)
         self.update = SimulatedChannel("update on the host", update_rate, self.clock, blocks_host=True)
+        if self.has_gpu:
+            HostMemory(machine.host.shared_bandwidth(1)).add(self.up, self.down, self.read, self.write, self.update)
         self.collectives = SimulatedChannel("collectives", 1.0, self.clock)
         """Collectives with other processes, one after the other; each says what time it takes."""
         self.computed_s = 0.0

@@ -19,9 +19,14 @@ INSTRUCTION_SETS = {
 
 def machine_name(device: torch.device) -> str:
     """Return the processor, the number of usable cores and its instruction set; for an accelerator, its name first."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     cpu = ", ".join([_cpu_model(), f"{cores} {'core' if cores == 1 else 'cores'}", *_instruction_set()])
     return cpu if device.type == "cpu" else f"{torch.get_device_module(device).get_device_name(device)}, {cpu}"
+
+
+def usable_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _cpu_model() -> str:

@@ -99,10 +99,20 @@ def machine_of_parts(gpu: str, count: int = 1, host_memory: str | None = None, d
         ),
         host=Host(**host),
         links=Links(
-            h2d=part.pcie, d2h=part.pcie, gpu_gpu=part.nvlink if part.nvlink is not None else PCIE_PEERS * part.pcie
+            h2d=part.pcie,
+            d2h=part.pcie,
+            gpu_gpu=part.nvlink or rate_through_host(part.pcie, host["memory_bandwidth"], count),
         ),
         disk=None if disk is None else parse_disk(disk),
     )
+
+
+def rate_through_host(link: float, memory_bandwidth: float, gpus: int) -> float:
+    """Return the bytes per second that each of `gpus` GPUs without links between them sends in a collective.
+
+    Bytes pass through the host's memory, which all GPUs write and read.
+    """
+    return min(PCIE_PEERS * link, memory_bandwidth / (2 * gpus))
 
 
 def _as_written(size: str) -> str:
@@ -133,3 +143,18 @@ def parse_disk(text: str) -> DiskDrive:
         return DiskDrive(capacity=parse_size(capacity), read=read, write=write)
     except (ConfigError, ValidationError) as error:
         raise ConfigError(f"--disk {text}: {error}") from None
+
+
+def parse_rate(text: str, option: str) -> float:
+    """Return the bytes per second of a rate such as "170GB/s".
+
+    Raises:
+        ConfigError: It is none; the message names the option.
+    """
+    size, per, second = text.strip().partition("/")
+    if per + second not in ("", "/s"):
+        raise ConfigError(f"{option}={text!r}: write a rate such as 170GB/s")
+    try:
+        return float(parse_size(size))
+    except ConfigError as error:
+        raise ConfigError(f"{option}={text!r}: {error}") from None

@@ -1,5 +1,6 @@
 """Machine specs: memory sizes and rates of a machine, read from TOML files."""
 
+import json
 import tomllib
 from difflib import get_close_matches
 from importlib import resources
@@ -74,6 +75,10 @@ class Host(_Part):
             return memory
         return min(memory, processes * threads * self.core_bandwidth)
 
+    def shared_bandwidth(self, processes: int) -> float:
+        """Return the bytes per second that updates, copies and the disk of `processes` read and write together."""
+        return max(self.memory_bandwidth, self.update_rate or 0) * (min(processes, self.sockets) / self.sockets)
+
 
 class Links(_Part):
     """Links between GPUs and host. Rates are per GPU and direction, with both directions busy."""
@@ -98,7 +103,7 @@ class Links(_Part):
 
 
 class DiskDrive(_Part):
-    """Disk below the host memory."""
+    """Disk below the host memory. Rates are sustained, with both directions busy."""
 
     capacity: Bytes
     read: Rate
@@ -127,6 +132,8 @@ class Machine(_Part):
     network: Network | None = None
     computes_in: Precision | None = None
     """Precision of its products; None: 16 bits."""
+    budgets: bool = False
+    """True if its sizes of memory are what budgets take by default, of which nothing stays for others."""
     measured: bool = False
     """True if it is this machine, on which operators can be timed."""
 
@@ -199,6 +206,29 @@ class Machine(_Part):
         if disk is not None:
             parts["disk"] = disk.model_copy(update={"read": disk.read / processes, "write": disk.write / processes})
         return self.model_copy(update=parts)
+
+
+def write_machine(machine: Machine, path: Path) -> None:
+    """Write a machine spec to a TOML file.
+
+    Raises:
+        ConfigError: The file can't be written.
+    """
+    # A file may be read on another machine.
+    values = machine.model_dump(exclude_none=True, exclude={"measured"})
+    lines = [f"{key} = {_toml(value)}" for key, value in values.items() if not isinstance(value, dict)]
+    for name, part in values.items():
+        if isinstance(part, dict):
+            lines += ["", f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in part.items())]
+    try:
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"the machine file {path} cannot be written: {error.strerror}") from error
+
+
+def _toml(value: Any) -> str:
+    """Return a value as TOML has it, as JSON does, too; of measured rates their first digits."""
+    return json.dumps(float(f"{value:.4g}") if isinstance(value, float) else value)
 
 
 def read_machine(path: Path) -> Machine:

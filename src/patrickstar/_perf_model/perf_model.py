@@ -46,6 +46,8 @@ class Estimate:
     mesh: Mesh
     shares: Shares
     channels: tuple[ChannelLoad, ...]
+    bound_s: float
+    """Least seconds of the busiest resource over all placements: no step is faster."""
     fill_s: float
     model_data_bytes: int
     """Bytes of one process on all tiers."""
@@ -79,13 +81,8 @@ class Estimate:
         return math.ceil(self.sweep_s / self.seconds - SLACK) if self.seconds else 0
 
     @property
-    def bound_s(self) -> float:
-        """Seconds of the busiest channel, minimal over all shares."""
-        return self.busiest.seconds
-
-    @property
     def seconds(self) -> float:
-        return self.bound_s + self.fill_s
+        return self.busiest.seconds + self.fill_s
 
     @property
     def tflops(self) -> float:
@@ -110,6 +107,8 @@ class Estimate:
 def estimate(work: Workload, machine: Machine, mesh: Mesh = ONE_PROCESS, *, lock_free: bool = False) -> Estimate:
     """Estimate the fastest step of the processes of a mesh, each with an equal part of the model data.
 
+    It takes as long as the busiest resource, and the share of the transfers that fills the pipeline before it.
+
     Args:
         work: Workload of one process of this mesh.
         machine: Each node of the cluster.
@@ -121,13 +120,20 @@ def estimate(work: Workload, machine: Machine, mesh: Mesh = ONE_PROCESS, *, lock
     """
     program = StepProgram(work, machine, mesh, lock_free)
     busy = program.channels()
-    limits = [channel.seconds - program.time for channel in busy]
-    fastest = program.minimize(program.time, *limits)
-    if fastest is None:
+    hidden = [channel.seconds - program.one * channel.blocking_s for channel in busy if channel.name != "compute"]
+    limits = [
+        *(channel.seconds - program.time for channel in busy),
+        *(transfers - program.transfers for transfers in hidden),
+    ]
+    bound = program.minimize(program.time, *limits)
+    if bound is None:
         raise _budget_error(work, machine, mesh)
+    step = program.time + work.fill_share * program.transfers
+    fastest = program.minimize(step, *limits)
+    assert fastest is not None, "what has a least time of its busiest resource fits"
     # Of equally fast solutions, the one with the fewest transfers: less disk wear, and slack for unforeseen load.
-    time_limit = program.time - program.one * value(program.time, fastest)
-    solution = program.minimize(total([channel.seconds for channel in busy]), *limits, time_limit)
+    limit = step - program.one * value(step, fastest)
+    solution = program.minimize(total([channel.seconds for channel in busy]), *limits, limit)
     solution = fastest if solution is None else solution
     loads = tuple(
         ChannelLoad(channel.name, value(channel.seconds, solution), value(channel.amount, solution), channel.blocking_s)
@@ -140,6 +146,7 @@ def estimate(work: Workload, machine: Machine, mesh: Mesh = ONE_PROCESS, *, lock
         mesh,
         dense,
         loads,
+        min(value(program.time, bound), max(load.seconds for load in loads)),
         work.fill_share * transfers_s,
         round(program.nbytes),
         math.floor(value(program.used[MemoryTier.DEVICE], solution)),

@@ -27,7 +27,8 @@ class StepProgram:
     Attributes:
         model_data: Trained parameters: dense ones, and experts if there are some.
         frozen: Frozen parameters; None if there are none.
-        time: Variable with the seconds of the step.
+        time: Variable with the seconds of the busiest resource.
+        transfers: Variable with the seconds of the busiest one that computation does not wait for.
         extra: Variable for missing memory.
         used: Bytes on one process's device, and of all processes of a node in its memory and on its disk.
     """
@@ -44,8 +45,9 @@ class StepProgram:
             classes.append((work.experts.params, mesh.experts))
         shares = ShareVariables.COUNT * len(classes)
         frozen = FrozenData.COUNT if work.frozen_bytes else 0
-        variables = Variables(shares + frozen + 2)
-        self.one, self.time, self.extra = variables.one, variables[shares + frozen], variables[shares + frozen + 1]
+        variables = Variables(shares + frozen + 3)
+        self.one = variables.one
+        self.time, self.transfers, self.extra = (variables[shares + frozen + index] for index in range(3))
         self.model_data = [
             ModelDataShare(numel, work.param_bytes, group, mesh.gpus, variables, ShareVariables.COUNT * index)
             for index, (numel, group) in enumerate(classes)

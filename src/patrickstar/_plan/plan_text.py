@@ -10,7 +10,7 @@ from patrickstar._perf_model.perf_model import ChannelLoad, Estimate
 from patrickstar._perf_model.text_tables import channels_table, format_seconds, memory_table, rows
 from patrickstar._perf_model.workload import Workload
 from patrickstar._plan.prediction import Prediction
-from patrickstar._plan.upgrades import ENDURANCE, Upgrade, lock_free
+from patrickstar._plan.upgrades import ENDURANCE, Upgrade, drive_bytes, lock_free
 
 
 def plan_text(plan: Prediction) -> str:
@@ -70,7 +70,7 @@ def _step_rows(plan: Prediction) -> list[tuple[str, str]]:
         (
             "estimate",
             f"{format_seconds(best.seconds)} per step, of which the busiest resource alone takes "
-            f"{format_seconds(best.bound_s)}: "
+            f"{format_seconds(best.busiest.seconds)}: "
             f"{plan.limited_by}",
         )
     )
@@ -131,8 +131,13 @@ def _drive_row(plan: Prediction) -> list[tuple[str, str]]:
     days, disk = plan.drive_days, plan.machine.disk
     if days is None or disk is None:
         return []
-    endurance = f"{ENDURANCE * disk.capacity / 1e12:,.0f} TB"
-    return [("drive", f"lasts {days:,.1f} days of training, if it may be written {endurance} (usual for its capacity)")]
+    endurance, written = f"{ENDURANCE * disk.capacity / 1e12:,.0f} TB", drive_bytes(plan.best)
+    text = (
+        f"is written {format_size(written)} per step, and lasts {days:,.1f} days of training if it may be written "
+        f"{endurance} (usual for its capacity). Many drives write {disk.write / 1e9:.3g} GB/s into a cache only, "
+        f"which is full after some hundred GB, and then at a third of it or less"
+    )
+    return [("drive", text)]
 
 
 def gain(upgrade: Upgrade, best: Estimate) -> str:

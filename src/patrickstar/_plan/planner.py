@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from patrickstar._layout.byte_size import format_size, parse_size
 from patrickstar._layout.schema import COMPUTE_DTYPES
 from patrickstar._perf_model.adapters import adapters_of
-from patrickstar._perf_model.machine_parts import machine_of_parts, parse_disk
+from patrickstar._perf_model.machine_parts import machine_of_parts, parse_disk, parse_rate
 from patrickstar._perf_model.machine_spec import Machine, Precision, find_machine
 from patrickstar._perf_model.margins import Margins
 from patrickstar._perf_model.mesh import Mesh
@@ -38,6 +38,8 @@ def plan(
     ep: int = 1,
     device_memory: str | None = None,
     host_memory: str | None = None,
+    host_bandwidth: str | None = None,
+    cores: int | None = None,
     disk: str | None = None,
     batch: int | None = None,
     sequence: int = 1024,
@@ -69,6 +71,8 @@ def plan(
             kernels and libraries.
         host_memory: Memory that each host has. A part of it stays free for the system and the process, which the plan
             prints.
+        host_bandwidth: Rate of reading and writing the memory of each host with all its cores, such as "170GB/s".
+        cores: Number of cores that each host has for training.
         disk: Drive of each host: capacity, and rates if they are known, such as "1TB:7GB/s".
         batch: Sequences per GPU, or per tensor-parallel group. Default: whichever is fastest.
         sequence: Sequence length in tokens; a `sample` has its own.
@@ -98,8 +102,11 @@ def plan(
         ep=ep,
         device_memory=device_memory,
         host_memory=host_memory,
+        host_bandwidth=host_bandwidth,
+        cores=cores,
         disk=disk,
         batch=batch,
+        sequence=sequence,
         activation_checkpointing=activation_checkpointing,
         precision=precision,
         dry_run=dry_run,
@@ -132,18 +139,22 @@ def search_of(
     ep: int,
     device_memory: str | None,
     host_memory: str | None,
+    host_bandwidth: str | None,
+    cores: int | None,
     disk: str | None,
     batch: int | None,
+    sequence: int,
     activation_checkpointing: bool | None,
     precision: str,
     dry_run: bool,
 ) -> Search:
     """Return the search of these options of `plan`."""
+    _check_counts(gpus=gpus, nodes=nodes, tp=tp, ep=ep, cores=cores, batch=batch, sequence=sequence)
     found = _in_precision(_machine(machine, gpu, gpus, host_memory, disk), precision)
-    found = with_memory(found, device_memory, host_memory)
-    # What is measured is free, and budgets by default.
+    found = _with_host(found, host_memory, host_bandwidth, cores)
+    found = found if device_memory is None else _with_budget(found, device_memory)
     margins = Margins(
-        device=not found.measured and device_memory is None, host=not found.measured or host_memory is not None
+        device=not found.budgets and device_memory is None, host=not found.budgets or host_memory is not None
     )
     mesh = Mesh(nodes, process_count(found, gpus), tp, ep)
     recompute = activation_checkpointing
@@ -166,26 +177,40 @@ def _in_precision(machine: Machine, precision: str) -> Machine:
     return machine
 
 
-def with_memory(machine: Machine, device_memory: str | None, host_memory: str | None) -> Machine:
-    """Return a machine with other memory of the host, or with a budget for its device.
+def _check_counts(**counts: int | None) -> None:
+    for name, count in counts.items():
+        if count is not None and count < 1:
+            raise ConfigError(f"{name}={count}: at least one is needed")
+
+
+def _with_host(machine: Machine, memory: str | None, bandwidth: str | None, cores: int | None) -> Machine:
+    """Return a machine whose host has other memory, rates or cores."""
+    changes: dict[str, Any] = {}
+    if memory is not None:
+        changes["memory"] = parse_size(memory)
+    if bandwidth is not None:
+        rate = parse_rate(bandwidth, "host_bandwidth")
+        changes |= {"memory_bandwidth": rate, "update_rate": None, "sockets": 1}
+    if cores is not None:
+        changes["cores"] = cores
+    return machine.model_copy(update={"host": machine.host.model_copy(update=changes)})
+
+
+def _with_budget(machine: Machine, device_memory: str) -> Machine:
+    """Return a machine with a budget for its device.
 
     Raises:
-        ConfigError: The device has less memory than the budget.
+        ConfigError: The device has less memory.
     """
-    changes: dict[str, object] = {}
-    if host_memory is not None:
-        changes["host"] = machine.host.model_copy(update={"memory": parse_size(host_memory)})
-    if device_memory is not None:
-        if machine.gpu is None:
-            raise ConfigError(f"device_memory: {machine.name} has no GPU; use host_memory for its memory")
-        budget = parse_size(device_memory)
-        if budget > machine.gpu.memory:
-            raise ConfigError(
-                f"device_memory={device_memory!r}: a GPU of {machine.name} has {format_size(machine.gpu.memory)}; "
-                f"leave the budget open, or lower it"
-            )
-        changes["gpu"] = machine.gpu.model_copy(update={"memory": budget})
-    return machine.model_copy(update=changes)
+    if machine.gpu is None:
+        raise ConfigError(f"device_memory: {machine.name} has no GPU; use host_memory for its memory")
+    budget = parse_size(device_memory)
+    if budget > machine.gpu.memory:
+        raise ConfigError(
+            f"device_memory={device_memory!r}: a GPU of {machine.name} has {format_size(machine.gpu.memory)}; "
+            f"leave the budget open, or lower it"
+        )
+    return machine.model_copy(update={"gpu": machine.gpu.model_copy(update={"memory": budget})})
 
 
 def process_count(machine: Machine, gpus: int | None) -> int:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from patrickstar._perf_model.machine_parts import NVME_READ, NVME_WRITE
+from patrickstar._perf_model.machine_parts import NVME_READ, NVME_WRITE, rate_through_host
 from patrickstar._perf_model.machine_spec import DiskDrive, Machine
 from patrickstar._perf_model.mesh import Mesh
 from patrickstar._perf_model.perf_model import Estimate, estimate
@@ -50,8 +50,8 @@ def _changes(machine: Machine, mesh: Mesh) -> Iterator[tuple[str, Machine, Mesh]
     if gpu is not None and links is not None and mesh.gpus == gpu.count and mesh.ep == mesh.tp == 1:
         more = gpu.model_copy(update={"count": 2 * gpu.count})
         name = "a second GPU" if gpu.count == 1 else f"{2 * gpu.count} GPUs"
-        # Without links between GPUs a collective passes through host memory.
-        wired = links if links.gpu_gpu is not None else links.model_copy(update={"gpu_gpu": links.d2h / 2})
+        through_host = rate_through_host(links.d2h, machine.host.memory_bandwidth, more.count)
+        wired = links if links.gpu_gpu is not None else links.model_copy(update={"gpu_gpu": through_host})
         yield (
             f"{name}{each}",
             machine.model_copy(update={"gpu": more, "links": wired}),
@@ -77,7 +77,12 @@ def drive_days(machine: Machine, best: Estimate, step_s: float) -> float | None:
 
 def drive_tokens(machine: Machine, best: Estimate) -> float | None:
     """Return the tokens after which the drives of the nodes have been written to their limit; None if none is."""
-    written = sum(load.amount for load in best.channels if load.name == "disk write") * best.mesh.gpus
+    written = drive_bytes(best)
     if machine.disk is None or not written:
         return None
     return ENDURANCE * machine.disk.capacity / written * best.mesh.batches * best.workload.tokens
+
+
+def drive_bytes(best: Estimate) -> int:
+    """Return the bytes that a step writes to the drive of a node."""
+    return round(sum(load.amount for load in best.channels if load.name == "disk write") * best.mesh.gpus)
