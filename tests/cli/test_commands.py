@@ -16,6 +16,7 @@ import patrickstar
 from patrickstar._cli import doctor
 from patrickstar._kernels.cpp_backend import CppBackend, Unavailable
 from patrickstar._kernels.eager_backend import EagerBackend
+from patrickstar._perf_model.machine_spec import Host, Machine, find_machine
 from patrickstar.errors import BudgetError
 
 pytestmark = pytest.mark.usefixtures("small_text")
@@ -172,6 +173,20 @@ def test_every_finding_has_its_line_and_the_kernel_names_its_instruction_sets():
     if CppBackend.find() is not None:  # it was installed with a C++ compiler
         assert all(variant in text for variant in CppBackend.find().variants())
         assert "->" not in text.split("Triton kernel")[0]
+
+
+def test_a_machine_file_has_what_was_measured_and_plans_leave_it_as_it_is(tmp_path, monkeypatch):
+    host = Host(memory=5 * 10**9, memory_bandwidth=2e10, cores=2, matmul_tflops=0.1)
+    measured = Machine(name="here", source="a test", host=host, budgets=True, measured=True)
+    monkeypatch.setattr(doctor, "profile_machine", lambda device, disk: measured)
+    path = tmp_path / "this.toml"
+    text = done("doctor", "--machine", str(path)).stdout
+    assert f"`patrickstar plan --machine {path}` plans for this machine; add --disk" in " ".join(text.split())
+    written = find_machine(str(path))
+    assert written.host == host and written.budgets and not written.measured and "5.0 GB of RAM" in written.name
+    plan = done("plan", "--model", "gpt-1m", "--machine", str(path), "--no-dry-run").stdout
+    assert "4.66 GiB" in plan and "margins" not in plan
+    assert_refused(call("doctor", "--machine", "/proc/this.toml"), "--machine: /proc can't be written")
 
 
 @pytest.mark.parametrize(
