@@ -1,6 +1,6 @@
 """Workloads of arbitrary models, traced in a dry run on meta tensors."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -14,6 +14,7 @@ from patrickstar._dry_run.simulation import QUANT_STATE, EngineFactory, Step, co
 from patrickstar._layout.chunk_mapping import Layout
 from patrickstar._perf_model.machine_spec import Machine
 from patrickstar._perf_model.workload import Workload, Workloads
+from patrickstar._schedule.trace import Trace
 from patrickstar.config import Config
 
 AMPLE_BYTES_PER_PARAM = 64
@@ -55,6 +56,16 @@ def _compute_bytes(layout: Layout, trained: bool) -> int:
     """Return the bytes in their compute dtypes, of the parameters that are trained, or of the others."""
     sizes = {each.index: each.schema.compute.itemsize for each in layout.chunks if each.schema.trained is trained}
     return sum(each.numel * sizes.get(each.chunk, 0) for each in layout.locations.values())
+
+
+def _device_bytes(trace: Trace, nbytes: Mapping[int, int]) -> int:
+    """Return the most bytes of non-model data, of the chunks in use and of those used next that one moment has."""
+    needed, following = 0, frozenset[int]()
+    for moment in reversed(trace.moments):
+        chunks = frozenset(moment.chunks)
+        needed = max(needed, moment.non_model_bytes + sum(nbytes[index] for index in chunks | following))
+        following = chunks or following
+    return needed
 
 
 def _numel(param: nn.Parameter) -> int:
@@ -114,7 +125,7 @@ def traced_workloads(
         layout = engines[0].layout
         nbytes = {chunk.index: chunk.compute_bytes for chunk in layout.chunks}
         used = [set(moment.chunks) for moment in report.trace.moments if moment.chunks]
-        working = (sum(nbytes[index] for index in chunks | following) for chunks, following in pairwise(used))
+        working = [sum(nbytes[index] for index in chunks | following) for chunks, following in pairwise(used)]
         trained_bytes, frozen_bytes = (_compute_bytes(layout, trained) for trained in (True, False))
         size = counter.sized_operations / counter.operations_over_size if counter.operations_over_size else 1
         return Workload(
@@ -126,6 +137,7 @@ def traced_workloads(
             matrix_size=max(1, round(size)),
             non_model_bytes=report.trace.peak_non_model_bytes + outside_bytes,
             working_bytes=max(working, default=max(nbytes.values())),
+            peak_working_bytes=_device_bytes(report.trace, nbytes) - report.trace.peak_non_model_bytes,
             param_bytes=trained_bytes / trained_params,
             frozen_params=frozen_params,
             frozen_bytes=frozen_bytes,

@@ -105,6 +105,7 @@ class Decoder:
             frozen_bytes=HALF * (frozen - linears) + packed_bytes if packed else HALF * frozen,
             other_bytes=self._other_bytes(tokens, checkpointing, adapters),
             thin_operations=thin,
+            peak_working_bytes=HALF * self.vocab * self.hidden,  # of the head: the loss has the peak
         )
 
     def _products(self, tokens: int, checkpointing: bool, adapters: Adapters | None) -> tuple[float, float, float]:

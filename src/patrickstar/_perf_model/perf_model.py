@@ -168,7 +168,7 @@ def min_transfer_bytes(work: Workload, machine: Machine, mesh: Mesh = ONE_PROCES
         BudgetError: The model does not fit.
     """
     amounts = {channel.name: channel.amount for channel in StepProgram(work, machine, mesh).channels()}
-    program = StepProgram(replace(work, non_model_bytes=0, working_bytes=0), machine, mesh)
+    program = StepProgram(replace(work, non_model_bytes=0, working_bytes=0, peak_working_bytes=0), machine, mesh)
     bounds = []
     for pair in (("host to device", "device to host"), ("disk read", "disk write")):
         transferred = total([amounts.get(name, 0 * program.one) for name in pair])
@@ -252,8 +252,8 @@ def _budget_error(work: Workload, machine: Machine, mesh: Mesh) -> BudgetError:
         if nbytes is not None
     ]
     memory, other = machine.device_memory, f"{format_size(work.non_model_bytes)} of non-model data"
-    if work.non_model_bytes + work.working_bytes > memory:
-        used = f"{format_size(work.working_bytes)} of parameters used at the same time"
+    if work.device_bytes > memory:
+        used = f"{format_size(work.device_bytes - work.non_model_bytes)} of parameters used at the same time"
         problem = f"{other} and {used} exceed the device memory of {format_size(memory)}"
         remedies = [
             *(["a smaller batch"] if work.batch > 1 else []),

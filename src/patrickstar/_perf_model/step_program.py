@@ -83,7 +83,7 @@ class StepProgram:
 
     def _used(self) -> dict[MemoryTier, Expression]:
         work = self._work
-        outside = self.one * (work.non_model_bytes + work.working_bytes)
+        outside = self.one * work.device_bytes
         host_bytes = total([data.host_bytes for data in self._all_data])
         if self._lock_free:
             states = sum(data.node_states_bytes for data in self.model_data)

@@ -85,6 +85,14 @@ class Workload:
     """Bytes of operators on the device that take the time of their memory traffic, as far as they are known."""
     thin_operations: float = 0
     """Operations among them: products of long and thin matrices."""
+    peak_working_bytes: int | None = None
+    """Parameters needed at once beside the peak of non-model data, as far as it is known: else `working_bytes`."""
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes that the device needs at least: non-model data, and parameters in use."""
+        beside = self.working_bytes if self.peak_working_bytes is None else self.peak_working_bytes
+        return self.non_model_bytes + beside
 
     @property
     def process_params(self) -> int:
