@@ -22,7 +22,7 @@ MOST_LINES = {
     "_hardware": 2423,
     "_kernels": 2730,
     "_layout": 918,
-    "_models": 619,
+    "_models": 618,
     "_params": 3308,
     "_perf_model": 2670,
     "_plan": 1655,
