@@ -75,9 +75,8 @@ def test_a_pair_of_layers_costs_as_much_as_the_same_matrices_in_a_gpt_but_for_th
     ("name", "printed", "billions"),
     [
         ("t5-1.4b", (16, 16, 1024, 16384), 1.28),
-        # The table contradicts the names of these two: they would need 57 and 123 layers.
-        ("t5-27b", (28, 64, 4096, 16384), 13.2),
-        ("t5-58b", (60, 64, 4096, 16384), 28.2),
+        ("t5-27b", (28, 64, 4096, 16384), 13.2),  # the table contradicts the name: 57 layers would have 27
+        ("t5-58b", (60, 64, 4096, 16384), 28.2),  # as above: 123 layers would have 58
         ("t5-moe-1.2t", (16, 16, 1024, 16384), 1238),
     ],
 )
