@@ -1,16 +1,14 @@
-"""Simulate the original PatrickStar's published results: throughput and largest trainable models.
+"""Simulate the original PatrickStar's published throughput, to which three rates are fitted.
 
 python benchmarks/published.py
 
 Nothing is measured, so the result is the same on every machine. The published figures are in
 reference/patrickstar_published.csv, the policy in patrickstar_v043/simulation.py, the machine specs in
-_perf_model/machines/.
+_perf_model/machines/. `papers` compares the figures of the paper's editions.
 """
 
 import csv
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from patrickstar_v043.simulation import best_step
@@ -18,10 +16,6 @@ from report import publish_text, table
 
 from patrickstar._perf_model.gpt_costs import Gpt
 from patrickstar._perf_model.machine_spec import Machine, find_machine
-from patrickstar._perf_model.mesh import Mesh
-from patrickstar._perf_model.perf_model import Estimate, best_estimate
-from patrickstar._perf_model.workload import gpt_workload
-from patrickstar.errors import BudgetError
 
 REFERENCE = Path(__file__).parent / "reference" / "patrickstar_published.csv"
 NODE, HALF_NODE, PC, SUPERPOD = "8xV100-32GB", "8xV100-32GB-120GB", "700-dollar-pc", "8xA100-40GB"
@@ -33,12 +27,6 @@ VOCAB = 30_522
 SMALL = {"0.7B": Gpt(24, 1536, 16, VOCAB, head=False)}
 BEYOND = {"20B": Gpt(25, 8192, 16, VOCAB, head=False)}
 """Next larger shape in the original's examples/model_builder.py."""
-LAYERS_OF_8192 = {"25B": 31, "30B": 37, "40B": 50}
-FURTHER = {name: Gpt(layers, 8192, 16, VOCAB, head=False) for name, layers in LAYERS_OF_8192.items()}
-"""The same shape with more layers, for larger machines."""
-
-PAPER = {(NODE, 1): "12B", (NODE, 8): "18B", (PC, 1): "0.7B"}
-"""Largest published model per number of GPUs, and that of the paper's $700 PC."""
 
 CONSTANTS = (
     *(("host", "core_bandwidth"), ("host", "memory_bandwidth"), ("host", "page_lock")),
@@ -50,9 +38,6 @@ CONSTANTS = (
     ("links", "gpu_gpu"),
 )
 """Rates in the machine specs; the fitted ones first."""
-
-Policy = Callable[[Gpt, Machine, int], object]
-"""Estimates a step of a model on a number of GPUs of a machine, or raises `BudgetError`."""
 
 
 @dataclass(frozen=True)
@@ -148,55 +133,6 @@ def sensitivity_table(machine: Machine) -> str:
     return table(rows, ["constant", "20 % lower", "unchanged", "20 % higher"])
 
 
-def held_out_table() -> str:
-    rows = []
-    for run in HELD_OUT_RUNS:
-        step = best_step(run.gpt, find_machine(run.machine), 1, batches=(run.batch,))
-        error = step.tflops / run.tflops - 1
-        rows.append([run.label, str(run.batch), f"{run.tflops:g}", f"{step.tflops:.1f}", f"{100 * error:+.1f} %"])
-    return table(rows, ["run", "batch", "published", "simulated", "error"])
-
-
-def fits(policy: Policy, gpt: Gpt, machine: Machine, gpus: int) -> bool:
-    """Return whether a policy can train a model on a number of GPUs of a machine."""
-    try:
-        policy(gpt, machine, gpus)
-    except BudgetError:
-        return False
-    return True
-
-
-def largest(family: dict[str, Gpt], machine: Machine, gpus: int, policy: Policy) -> str:
-    """Return the name of the largest model that fits, marked if it is the last of the family."""
-    fitting = [name for name, gpt in family.items() if fits(policy, gpt, machine, gpus)]
-    return (fitting[-1] + (" or more" if fitting[-1] == list(family)[-1] else "")) if fitting else "none"
-
-
-def claims() -> Iterator[tuple[Machine, int, dict[str, Gpt]]]:
-    """Yield each machine with a number of its GPUs and the candidate models."""
-    family = {point.model: point.gpt for point in points()} | BEYOND | FURTHER
-    for name in (NODE, HALF_NODE):
-        for gpus in (1, 2, 4, 8):
-            yield find_machine(name), gpus, family
-    short = {name: replace(gpt, sequence=128) for name, gpt in (SMALL | family).items()}
-    yield find_machine(PC), 1, short
-
-
-def own_step(gpt: Gpt, machine: Machine, gpus: int) -> Estimate:
-    """Return the step with the policy of this package (`perf_model.py`)."""
-    return best_estimate(partial(gpt_workload, gpt), machine, Mesh(gpus=gpus), checkpointing=(True,))
-
-
-def claims_table() -> str:
-    """Format the largest models: of the paper, of the original policy, and of our policy."""
-    rows = []
-    for machine, gpus, family in claims():
-        paper = PAPER.get((machine.name, gpus), "")
-        simulated, ours = (largest(family, machine, gpus, policy) for policy in (best_step, own_step))
-        rows.append([machine.name, str(gpus), paper, simulated, ours])
-    return table(rows, ["machine", "GPUs", "paper", "simulated, original policy", "simulated, our policy"])
-
-
 def main() -> None:
     node = find_machine(NODE)
     gpu, host, links = node.gpu, node.host, node.links
@@ -215,10 +151,6 @@ def main() -> None:
         d2h=links.d2h / 1e9,
         gpu_gpu=links.gpu_gpu / 1e9,
         sensitivity=sensitivity_table(node),
-        held_out=held_out_table(),
-        beyond=", ".join(BEYOND),
-        further=", ".join(FURTHER),
-        claims=claims_table(),
     )
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from papers import workload
+from papers.estimates import replicated, workload
 from report import publish_text, table
 
 from patrickstar._hardware.machine_name import machine_name
@@ -25,9 +25,7 @@ from patrickstar._perf_model.gpt_costs import Gpt
 from patrickstar._perf_model.machine_spec import Machine, Network, find_machine
 from patrickstar._perf_model.mesh import Mesh
 from patrickstar._perf_model.perf_model import Estimate, best_estimate, estimate
-from patrickstar._perf_model.replicas import with_smallest_replicas
 from patrickstar._perf_model.t5_costs import T5
-from patrickstar._perf_model.workload import Workloads
 from patrickstar.errors import BudgetError
 
 PICTURE = Path(__file__).parents[1] / "docs" / "scaling.svg"
@@ -92,15 +90,6 @@ PUBLISHED = (
     Published(DEEPSPEED, _6_7B, SERVER, 128, None, 70, "samples/s"),
     Published(DEEPSPEED, _gpt(24, 2048, 16, experts=Experts(128, every=2)), SERVER, 128, None, 372, "samples/s"),
 )
-
-
-def replicated(shape: Gpt | T5, batch: int, mesh: Mesh, machine: Machine) -> Mesh:
-    """Return the mesh with the smallest replicas in which a model fits with recomputation."""
-
-    def workloads(mesh: Mesh) -> Workloads:
-        return lambda batch, recompute: workload(shape, batch, recompute, mesh)
-
-    return with_smallest_replicas(workloads, machine, mesh, (True,), batch)
 
 
 def step(shape: Gpt | T5, batch: int, mesh: Mesh, machine: Machine = SERVER) -> Estimate | None:

@@ -29,13 +29,29 @@ def numel(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("name", [name for name in PRESETS if name.endswith("b")])
-def test_the_papers_presets_are_named_after_their_layers(name: str) -> None:
+@pytest.mark.parametrize("size", ["0.7", "1", "2", "4", "6", "8", "10", "12"])
+def test_patrickstars_presets_are_named_after_their_layers(size: str) -> None:
+    preset = PRESETS[f"gpt-{size}b"]
+    assert 12 * preset.layers * preset.hidden**2 / 1e9 == pytest.approx(float(size), rel=0.04)
+    assert preset.heads == 16
+
+
+@pytest.mark.parametrize(
+    ("name", "printed", "billions"),
+    [
+        ("gpt-1.7b", (24, 24, 2304, 9216), 1.53),
+        ("gpt-28b", (26, 128, 8192, 32768), 20.94),  # the table contradicts the name: 35 layers would have 28
+        ("gpt-55b", (68, 128, 8192, 32768), 54.76),
+        ("gpt-120b", (64, 96, 12288, 49152), 115.96),
+        ("gpt-175b-wide", (70, 112, 14336, 57344), 172.64),
+    ],
+)
+def test_angel_ptms_presets_are_as_its_table_4_prints_them(
+    name: str, printed: tuple[int, ...], billions: float
+) -> None:
     preset = PRESETS[name]
-    billions = float(name.removeprefix("gpt-").removesuffix("b"))
-    assert 12 * preset.layers * preset.hidden**2 / 1e9 == pytest.approx(billions, rel=0.04)
-    # PatrickStar's models have 16 heads. Wider ones have heads of 128, because fused attention supports up to 256.
-    assert preset.heads == (16 if preset.hidden < 8192 else preset.hidden // 128)
+    assert (preset.layers, preset.heads, preset.hidden, preset.feed_forward.ffn) == printed
+    assert (preset.numel - preset.embedding_numel) / 1e9 == pytest.approx(billions, rel=0.001)
 
 
 @pytest.mark.parametrize("name", EXPERT_PRESETS)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import strategies as st
 from sampling import fixed_draws
 
-from patrickstar._models.presets import T5_PRESETS
+from patrickstar._models.presets import MOE_PRESETS, T5_PRESETS
 from patrickstar._perf_model.gpt_costs import SAVED_BYTES_PER_SCORE, Gpt
 from patrickstar._perf_model.t5_costs import T5
 from patrickstar._perf_model.workload import t5_workload
@@ -71,9 +71,17 @@ def test_a_pair_of_layers_costs_as_much_as_the_same_matrices_in_a_gpt_but_for_th
     assert without_scores - t5.saved_bytes(1)[0] == 512 * 4096 * 2
 
 
-@pytest.mark.parametrize("name", ["t5-27b", "t5-58b"])
-def test_angel_ptms_presets_are_named_after_their_layers(name):
-    t5 = T5_PRESETS[name]
-    assert (t5.hidden, t5.ffn) == (4096, 16384)
-    billions = float(name.removeprefix("t5-").removesuffix("b"))
-    assert 28 * t5.layers * t5.hidden**2 / 1e9 == pytest.approx(billions, rel=0.01)
+@pytest.mark.parametrize(
+    ("name", "printed", "billions"),
+    [
+        ("t5-1.4b", (16, 16, 1024, 16384), 1.28),
+        ("t5-27b", (28, 64, 4096, 16384), 13.2),  # the table contradicts the name: 57 layers would have 27
+        ("t5-58b", (60, 64, 4096, 16384), 28.2),  # as above: 123 layers would have 58
+        ("t5-moe-1.2t", (16, 16, 1024, 16384), 1238),
+    ],
+)
+def test_angel_ptms_presets_are_as_its_table_4_prints_them(name, printed, billions):
+    t5 = (T5_PRESETS | MOE_PRESETS)[name]
+    assert (t5.layers, t5.heads, t5.hidden, t5.ffn) == printed
+    assert (t5.numel - t5.embedding_numel) / 1e9 == pytest.approx(billions, rel=0.005)
+    assert name != "t5-moe-1.2t" or t5.experts.count == 2304

@@ -1,4 +1,4 @@
-"""Named shapes of GPTs and T5s, dense ones and those with experts."""
+"""Named shapes of GPTs and T5s, also with experts. Only `config` imports transformers, which takes seconds to load."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -17,7 +17,6 @@ class Preset(Gpt):
 
     def config(self) -> "GPT2Config":
         """Return the Hugging Face configuration, without dropout because training sees each text once."""
-        # Imported here because it takes seconds to load, and plans only need the shape.
         from transformers import GPT2Config
 
         return GPT2Config(
@@ -50,7 +49,6 @@ class ExpertPreset:
 
     def config(self) -> "MixtralConfig":
         """Return the Hugging Face configuration. Experts are twice as wide as the layer; the loss balances them."""
-        # Imported here because it takes seconds to load.
         from transformers import MixtralConfig
 
         return MixtralConfig(
@@ -64,8 +62,7 @@ class ExpertPreset:
             max_position_embeddings=self.sequence,
             output_router_logits=True,
             tie_word_embeddings=True,
-            # As for GPTs.
-            bos_token_id=0,
+            bos_token_id=0,  # as for GPTs
             eos_token_id=0,
         )
 
@@ -76,7 +73,6 @@ class T5Preset(T5):
 
     def config(self) -> "T5Config":
         """Return the Hugging Face configuration, without dropout."""
-        # Imported here because it takes seconds to load, and plans only need the shape.
         from transformers import T5Config
 
         config = T5Config(
@@ -108,11 +104,14 @@ PRESETS = {
     "gpt-8b": Preset(layers=72, hidden=3072, heads=16),
     "gpt-10b": Preset(layers=50, hidden=4096, heads=16),
     "gpt-12b": Preset(layers=60, hidden=4096, heads=16),
-    # Angel-PTM (arXiv 2303.02868): hidden 8192 and FFN 32768. The layers follow from its sizes by the same count of
-    # matrices. The heads are assumed: 128 wide, which fused attention supports.
-    "gpt-28b": Preset(layers=35, hidden=8192, heads=64),
-    "gpt-55b": Preset(layers=68, hidden=8192, heads=64),
-    # Brown et al. 2020, table 2.1: GPT-3, which Angel-PTM trains on hundreds of GPUs.
+    # Angel-PTM (arXiv 2303.02868), Table 4, as printed. It contradicts the name of 28B: 26 layers have 20.9e9 elements,
+    # 35 would have 28.2e9. Its 13B and 30B can't be built: 40 and 36 heads do not divide their widths, 5140 and 8192.
+    "gpt-1.7b": Preset(layers=24, hidden=2304, heads=24),
+    "gpt-28b": Preset(layers=26, hidden=8192, heads=128),
+    "gpt-55b": Preset(layers=68, hidden=8192, heads=128),
+    "gpt-120b": Preset(layers=64, hidden=12288, heads=96),
+    "gpt-175b-wide": Preset(layers=70, hidden=14336, heads=112),
+    # Brown et al. 2020, table 2.1: GPT-3. Angel-PTM's GPT3-175B is the wide one.
     "gpt-175b": Preset(layers=96, hidden=12288, heads=96),
 }
 """Causal language models, to plan and to train."""
@@ -127,19 +126,19 @@ T5_PRESETS = {
     "t5-60m": T5Preset(layers=6, hidden=512, heads=8, ffn=2048),
     "t5-220m": T5Preset(layers=12, hidden=768, heads=12, ffn=3072),
     "t5-770m": T5Preset(layers=24, hidden=1024, heads=16, ffn=4096),
-    # Angel-PTM: hidden 4096 and FFN 16384. The layers follow from its sizes: an encoder layer and a decoder layer have
-    # 28 x hidden^2 elements. The heads are assumed, as above.
-    "t5-27b": T5Preset(layers=57, hidden=4096, heads=32, ffn=16384),
-    "t5-58b": T5Preset(layers=123, hidden=4096, heads=32, ffn=16384),
+    # Angel-PTM, Table 4, as printed, for each stack. It contradicts two names: a layer of both has 28 x hidden^2
+    # elements, so that 28 and 60 layers have 13.2e9 and 28.2e9; 57 and 123 would have 26.8e9 and 57.8e9.
+    "t5-1.4b": T5Preset(layers=16, hidden=1024, heads=16, ffn=16384),
+    "t5-27b": T5Preset(layers=28, hidden=4096, heads=64, ffn=16384),
+    "t5-58b": T5Preset(layers=60, hidden=4096, heads=64, ffn=16384),
 }
 """Models with encoder and decoder, to plan only: `layers` of each stack."""
 
 MOE_PRESETS: dict[str, Gpt | T5] = {
     # DeepSpeed-MoE (arXiv 2201.05596): 1.3B+MoE-128, with 128 experts in every second layer and top-1 routing.
     "gpt-moe-52b": Gpt(layers=24, hidden=2048, heads=16, experts=Experts(128, every=2)),
-    # Angel-PTM: T5-MoE-1.2T. We know its size only. Width and feed-forward network are assumed to be those of T5-3B
-    # (Raffel et al. 2020), experts to be in every second layer with top-1 routing, as in the Switch Transformer. Their
-    # number follows from the size; it is a multiple of 768, so that each of 768 processes has equally many.
+    # Angel-PTM, Table 4, as printed. The paper does not say which layers have experts: with every second one and top-1
+    # routing, as in the Switch Transformer, the model has the named size.
     "t5-moe-1.2t": T5(layers=16, hidden=1024, heads=16, ffn=16384, experts=Experts(2304, every=2)),
 }
 """Models with experts, to plan only."""
