@@ -1,7 +1,8 @@
-"""Estimate the largest open model that trains on cards of 8, 12, 24 and 80 GB: `ps.plan` for each.
+"""Plan the largest open model that trains on cards of 8, 12, 24 and 80 GB, with a dry run of each.
 
 python benchmarks/largest_model.py
-Nothing is measured. Writes results/largest_model.md, from which readme_table.py writes a table of the README.
+It takes half an hour, and nothing is measured. Writes results/largest_model.md, from which readme_table.py writes a
+table of the README.
 """
 
 from collections.abc import Callable, Iterator
@@ -55,11 +56,20 @@ COMPUTERS = (
 )
 
 NONE = f"none from {SMALLEST} on"
-COLUMNS = ("card", "host memory", "disk", "plain PyTorch", "PatrickStar", "tokens/s", "s per step", "batch", "limit, s")
+COLUMNS = (
+    *("card", "host memory", "disk", "plain PyTorch", "PatrickStar", "tokens/s", "s per step", "batch", "limit, s"),
+    "the drive lasts",
+)
 
 
 @cache
-def plan(computer: Computer, disk: bool, model: str, batch: int | None = None) -> ps.Plan | None:
+def plan(
+    computer: Computer,
+    disk: bool,
+    model: str,
+    batch: int | None = None,
+    dry_run: bool = False,
+) -> ps.Plan | None:
     """Return the plan of a model; None if it does not fit.
 
     Args:
@@ -67,6 +77,7 @@ def plan(computer: Computer, disk: bool, model: str, batch: int | None = None) -
         disk: Whether it has a disk.
         model: Name of the model.
         batch: Sequences of a step with activation checkpointing. Default: the fastest step.
+        dry_run: Let the engine run the step, simulated: of 70 billion parameters it takes minutes.
     """
     try:
         return ps.plan(
@@ -77,7 +88,7 @@ def plan(computer: Computer, disk: bool, model: str, batch: int | None = None) -
             sequence=SEQUENCE,
             batch=batch,
             activation_checkpointing=None if batch is None else True,
-            dry_run=False,  # of 70 billion parameters it takes minutes
+            dry_run=dry_run,
         )
     except BudgetError:
         return None
@@ -112,13 +123,20 @@ def rows() -> Iterator[list[str]]:
         for disk in (False, True):
             model = largest(partial(fits, computer, disk))
             row = [computer.described, f"{computer.host_gb} GB", "2 TB" if disk else "", MODELS.get(plain or "", NONE)]
-            found = plan(computer, disk, model) if model is not None else None
+            found = plan(computer, disk, model, dry_run=True) if model is not None else None
             if model is None or found is None:
-                yield [*row, NONE, "", "", "", ""]
+                yield [*row, NONE, "", "", "", "", ""]
                 continue
             speed = [f"{found.tokens_per_s:,.0f}", f"{found.step_s:,.1f}"]
             limit = f"{found.bound_s:,.1f}: {found.limited_by}"
-            yield [*row, MODELS[model], *speed, f"{found.best.workload.batch} x {SEQUENCE:,}", limit]
+            lasts = "" if found.drive_days is None else _life(found.drive_days, found.step_s)
+            yield [*row, MODELS[model], *speed, f"{found.batch} x {SEQUENCE:,}", limit, lasts]
+            print(*row, *speed, flush=True)
+
+
+def _life(days: float, step_s: float) -> str:
+    """Return the steps after which a drive has been written as often as it may be, and their time."""
+    return f"{days * 86400 / step_s:,.0f} steps, {days:,.1f} days"
 
 
 def main() -> None:

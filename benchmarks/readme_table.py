@@ -154,7 +154,8 @@ def planned() -> list[list[str]]:
         rows.setdefault(computer, [computer, row["plain PyTorch"]])
         limit = row["limit, s"].partition(":")[0]
         speed = f": {row['tokens/s']} tokens/s, {row['s per step']} s per step (limit {limit} s)" if limit else ""
-        rows[computer].append(f"{row['PatrickStar']}{speed}")
+        lasts = f"; the drive lasts {row['the drive lasts']}" if row["the drive lasts"] else ""
+        rows[computer].append(f"{row['PatrickStar']}{speed}{lasts}")
     return list(rows.values())
 
 
