@@ -9,6 +9,7 @@ import os
 import runpy
 import subprocess
 import sys
+import time
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -235,7 +236,10 @@ def test_a_program_without_its_turn_in_time_has_no_result():
     found = collect([[program("hangs", "hang", limit_s=1000)], [program("late", "fail")]], limit_s=3)
     pid, end = found["hangs"]
     assert end.problem.startswith("killed at its limit of ")
-    assert not psutil.pid_exists(pid.measured) or psutil.Process(int(pid.measured)).status() == psutil.STATUS_ZOMBIE
+    ends = time.monotonic() + 60
+    while psutil.pid_exists(pid.measured) and psutil.Process(int(pid.measured)).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < ends, "it was killed and goes on"
+        time.sleep(0.01)  # a busy system ends it late
     assert found["late"] == [End(0.0, "no time left")]
 
 

@@ -58,7 +58,7 @@ def _compute_bytes(layout: Layout, trained: bool) -> int:
     return sum(each.numel * sizes.get(each.chunk, 0) for each in layout.locations.values())
 
 
-def _device_bytes(trace: Trace, nbytes: Mapping[int, int]) -> int:
+def device_bytes(trace: Trace, nbytes: Mapping[int, int]) -> int:
     """Return the most bytes of non-model data, of the chunks in use and of those used next that one moment has."""
     needed, following = 0, frozenset[int]()
     for moment in reversed(trace.moments):
@@ -137,7 +137,7 @@ def traced_workloads(
             matrix_size=max(1, round(size)),
             non_model_bytes=report.trace.peak_non_model_bytes + outside_bytes,
             working_bytes=max(working, default=max(nbytes.values())),
-            peak_working_bytes=_device_bytes(report.trace, nbytes) - report.trace.peak_non_model_bytes,
+            peak_working_bytes=device_bytes(report.trace, nbytes) - report.trace.peak_non_model_bytes,
             param_bytes=trained_bytes / trained_params,
             frozen_params=frozen_params,
             frozen_bytes=frozen_bytes,
