@@ -17,6 +17,7 @@ from speculation_cases import EVENTS, LAYERS, backward, build, clip, clip_nothin
 import patrickstar as ps
 from patrickstar import testing
 from patrickstar._engine.engine import Engine
+from patrickstar._step.disk_speculation import DiskSpeculation
 from patrickstar._step.host_speculation import HostSpeculation
 from patrickstar._step.streamed_update import THREADS
 from patrickstar._step.update_home import SparePages
@@ -73,9 +74,15 @@ def test_updates_from_disk_see_whatever_happens_before_the_step(event, tmp_path,
 
 
 def test_chunks_on_disk_are_updated_early_though_the_host_had_no_spare_memory(tmp_path, monkeypatch):
-    begin, decide = SparePages.begin, HostSpeculation.end_step
+    begin, decide, end = SparePages.begin, HostSpeculation.end_step, DiskSpeculation.end_step
     events = []
+
+    def allow_all(speculation, confident):
+        end(speculation, confident)
+        speculation._limit = 99  # as if many updates had been late
+
     monkeypatch.setattr(SparePages, "begin", lambda home, rules: events.append("disk") or begin(home, rules))
+    monkeypatch.setattr(DiskSpeculation, "end_step", allow_all)
     monkeypatch.setattr(HostSpeculation, "end_step", lambda host: events.append("step") or decide(host) + 1000)
     compare(loop([[]] * 8, [1] * 8), seed=10, **cases.on_disk(tmp_path))
     steps = " ".join(events).split("step")

@@ -111,10 +111,24 @@ def test_waits_are_recorded_with_the_name_of_what_is_waited_for(channel, clock):
 
 def test_channels_that_share_a_memory_are_slower_together_and_as_fast_as_they_can_alone(clock):
     update, copies, disk = (SimulatedChannel(name, rate, clock) for name, rate in (("u", 100), ("c", 60), ("d", 40)))
-    HostMemory(120.0).add(update, copies, disk)
+    HostMemory(120.0, shared_by=(update, copies), drives=(disk,))
     assert update.begin(100, "alone").ends_at == 1.0
     clock.now = 0.5
-    assert copies.begin(60, "beside an update").ends_at == 0.5 + 160 / 120
-    assert disk.begin(40, "beside both").ends_at == 0.5 + 200 / 120
+    assert disk.begin(40, "beside an update").ends_at == 1.5, "a drive is served first"
+    assert copies.begin(60, "beside both").ends_at == 0.5 + 200 / 120
     clock.now = 10.0
     assert [copies.begin(60, "alone").ends_at, disk.begin(40, "both fit").ends_at] == [11.0, 11.0]
+
+
+def test_channels_that_are_always_busy_share_a_memory_in_proportion_to_their_rates(clock):
+    update, copies = SimulatedChannel("update", 133.0, clock), SimulatedChannel("copies", 100.0, clock)
+    HostMemory(170.0, shared_by=(update, copies), drives=())
+    for _ in range(300):
+        update.begin(1, "piece")
+        copies.begin(1, "chunk")
+    while clock.now < 1.0:
+        clock.now += 0.0001
+        update.catch_up()
+        copies.catch_up()
+    assert update.nbytes == pytest.approx(170 * 133 / 233, abs=3)
+    assert copies.nbytes == pytest.approx(170 * 100 / 233, abs=3)

@@ -132,7 +132,8 @@ class SimulatedHardware(Hardware):
         update_rate = machine.host.update_bandwidth(1, machine.host.cores)
         self.update = SimulatedChannel("update on the host", update_rate, self.clock, blocks_host=True)
         if self.has_gpu:
-            HostMemory(machine.host.shared_bandwidth(1)).add(self.up, self.down, self.read, self.write, self.update)
+            together = self.up, self.down, self.update
+            HostMemory(machine.host.shared_bandwidth(1), together, drives=(self.read, self.write))
         self.collectives = SimulatedChannel("collectives", 1.0, self.clock)
         """Collectives with other processes, one after the other; each says what time it takes."""
         self.computed_s = 0.0
