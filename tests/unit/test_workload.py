@@ -8,7 +8,7 @@ from patrickstar._models.presets import MOE_PRESETS, PRESETS, T5_PRESETS
 from patrickstar._perf_model.experts import Experts
 from patrickstar._perf_model.gpt_costs import Gpt
 from patrickstar._perf_model.mesh import Mesh
-from patrickstar._perf_model.workload import gpt_workload, t5_workload
+from patrickstar._perf_model.workload import gpt_workload, on_lines, t5_workload
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
@@ -32,3 +32,21 @@ def test_a_model_with_fewer_layers_than_the_distance_of_experts_is_dense():
 def test_a_model_with_128_experts_has_its_published_size():
     assert MOE_PRESETS["gpt-moe-52b"].numel == pytest.approx(52e9, rel=0.02)
     assert MOE_PRESETS["t5-moe-1.2t"].numel == pytest.approx(1.2e12, rel=0.05)
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_memory_between_two_powers_of_two_is_on_a_line(checkpointing):
+    asked = []
+
+    def counted(batch, recompute):
+        asked.append(batch)
+        return gpt_workload(PRESETS["gpt-4b"], batch, recompute)
+
+    workloads = on_lines(counted)
+    for batch in (1, 2, 16):
+        assert workloads(batch, checkpointing) == gpt_workload(PRESETS["gpt-4b"], batch, checkpointing)
+    assert asked == [1, 2, 16]
+    for batch in (3, 17, 31):
+        found, exact = workloads(batch, checkpointing), gpt_workload(PRESETS["gpt-4b"], batch, checkpointing)
+        assert found.batch == batch and found.device_bytes == pytest.approx(exact.device_bytes, rel=1e-3)
+    assert set(asked) == {1, 2, 4, 16, 32}

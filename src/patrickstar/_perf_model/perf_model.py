@@ -22,6 +22,8 @@ from patrickstar.errors import BudgetError
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 """Candidate batch sizes in sequences per process."""
+MOST = 1 << 20
+"""More sequences than any process trains in a step."""
 
 ONE_PROCESS = Mesh()
 
@@ -227,7 +229,7 @@ def fits(work: Workload, machine: Machine, mesh: Mesh) -> bool:
     return program.minimize(program.one) is not None
 
 
-def largest_batch(work_of: Workloads, machine: Machine, mesh: Mesh, checkpointing: bool, below: int = 1 << 20) -> int:
+def largest_batch(work_of: Workloads, machine: Machine, mesh: Mesh, checkpointing: bool, below: int = MOST) -> int:
     """Return the largest number of sequences per process that fits; 0 if not even one does."""
 
     def possible(batch: int) -> bool:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from patrickstar._perf_model.collective_costs import all_reduce_bytes, exchange_bytes
 from patrickstar._perf_model.experts import Experts, expected_maximum
@@ -127,6 +127,25 @@ class Workload:
 
 Workloads = Callable[[int, bool], Workload]
 """Function from (sequences per process, checkpointing) to the workload."""
+
+
+def on_lines(workloads: Workloads) -> Workloads:
+    """Return workloads with the memory of batches between two powers of two on the line between these.
+
+    Each further batch of a model that is traced takes a second, and its memory is proportional to the batch, but for a
+    constant part.
+    """
+
+    def workload(batch: int, checkpointing: bool) -> Workload:
+        power = 1 << (batch.bit_length() - 1)
+        smaller = workloads(power, checkpointing)
+        if batch == power:
+            return smaller
+        more = workloads(2 * power, checkpointing).device_bytes - smaller.device_bytes
+        grown = math.ceil(more * (batch / power - 1))
+        return replace(smaller, batch=batch, non_model_bytes=smaller.non_model_bytes + grown)
+
+    return workload
 
 
 def gpt_workload(gpt: Gpt, batch: int, checkpointing: bool = True, mesh: Mesh | None = None) -> Workload:

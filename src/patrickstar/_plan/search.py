@@ -10,9 +10,10 @@ from patrickstar._models.presets import Preset
 from patrickstar._perf_model.machine_spec import Machine
 from patrickstar._perf_model.margins import NO_BUDGET_GIVEN, Margins
 from patrickstar._perf_model.mesh import Mesh
-from patrickstar._perf_model.perf_model import Estimate, best_estimate, largest_batch
+from patrickstar._perf_model.perf_model import MOST, Estimate, best_estimate, largest_batch
 from patrickstar._perf_model.replicas import with_smallest_replicas
 from patrickstar._perf_model.text_tables import format_seconds
+from patrickstar._perf_model.workload import on_lines
 from patrickstar._plan.plan import Plan
 from patrickstar._plan.planned_model import PlannedModel, planned_shape
 from patrickstar._plan.upgrades import upgrades
@@ -75,7 +76,7 @@ class Search:
             self._margins(self.machine, mesh),
             best,
             simulated,
-            largest_batch(model.workloads(mesh), self.budgets(self.machine, mesh), mesh, best.workload.checkpointing),
+            self._largest_batch(model, mesh, best.workload.checkpointing),
             None if mesh.processes == 1 else of_model(self.machine, Mesh()),
             None if mesh.nodes == 1 else of_model(self.machine, one_node),
             # Of many nodes each estimate takes a second.
@@ -144,17 +145,20 @@ class Search:
                     raise
                 best = replace(self, batches=smaller).best(model, self.machine, mesh)
 
+    def _largest_batch(self, model: PlannedModel, mesh: Mesh, recompute: bool, below: int = MOST) -> int:
+        return largest_batch(on_lines(model.workloads(mesh)), self.budgets(self.machine, mesh), mesh, recompute, below)
+
     def _with_replicas(self, model: PlannedModel) -> Mesh:
         machine = self.budgets(self.machine, self.mesh)
         return with_smallest_replicas(model.workloads, machine, self.mesh, self.checkpointing, min(self.batches))
 
     def _smaller_batch(self, model: PlannedModel, mesh: Mesh) -> str:
         """Return a hint with the batches that fit, empty if there are none."""
-        batch, hints, machine = min(self.batches), [], self.budgets(self.machine, mesh)
+        batch, hints = min(self.batches), []
         # A batch that does not fit may fit with activation checkpointing.
         for recompute in sorted({*self.checkpointing, True}):
             limit = batch if recompute in self.checkpointing else batch + 1
-            max_batch = largest_batch(model.workloads(mesh), machine, mesh, recompute, limit)
+            max_batch = self._largest_batch(model, mesh, recompute, limit)
             if max_batch:
                 hints.append(f"--batch {max_batch}" + (" --activation-checkpointing" if recompute else ""))
         return f"; {' or '.join(hints)} fits" if hints else ""
