@@ -101,8 +101,8 @@ def test_a_user_file_is_read(tmp_path):
     assert read_machine(tmp_path / "written.toml") == machine.model_copy(update={"budgets": True}), (
         "not of this computer"
     )
-    with pytest.raises(ConfigError, match=r"missing/machine\.toml cannot be written: No such file"):
-        write_machine(machine, tmp_path / "missing" / "machine.toml")
+    with pytest.raises(ConfigError, match=r"written\.toml/machine\.toml cannot be written: File exists"):
+        write_machine(machine, tmp_path / "written.toml" / "machine.toml")
 
 
 @pytest.mark.parametrize(

@@ -151,10 +151,7 @@ def parse_rate(text: str, option: str) -> float:
     Raises:
         ConfigError: It is none; the message names the option.
     """
-    size, per, second = text.strip().partition("/")
-    if per + second not in ("", "/s"):
-        raise ConfigError(f"{option}={text!r}: write a rate such as 170GB/s")
     try:
-        return float(parse_size(size))
+        return float(parse_size(text.strip().removesuffix("/s")))
     except ConfigError as error:
-        raise ConfigError(f"{option}={text!r}: {error}") from None
+        raise ConfigError(f"{option}={text!r}: write a rate such as 170GB/s") from error

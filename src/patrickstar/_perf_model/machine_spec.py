@@ -221,6 +221,7 @@ def write_machine(machine: Machine, path: Path) -> None:
         if isinstance(part, dict):
             lines += ["", f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in part.items())]
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"the machine file {path} cannot be written: {error.strerror}") from error
