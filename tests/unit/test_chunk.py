@@ -278,3 +278,27 @@ def test_pages_are_read_after_writes_and_written_after_reads(log):
     assert log == ["write", "done"]
     copy.settle(write=True)
     assert log == ["write", "done", "read", "write", "done"]
+
+
+def test_whoever_frees_a_chunk_or_needs_its_content_ends_all_that_uses_it():
+    chunk, ended = chunk_of([1.0]), []
+
+    def use() -> None:
+        ended.clear()
+        for name, copy in (("device", chunk.device), ("host", chunk.host)):
+            copy.end_update = lambda name=name: ended.append(f"update on the {name}")
+            copy.end_save = lambda name=name: ended.append(f"save of the {name}")
+        chunk.end_deferred = lambda: ended.append("deferred update")
+
+    use()
+    chunk.host.vacate()
+    assert ended == ["update on the host", "save of the host"]
+    use()
+    chunk.complete_update()
+    assert ended == ["update on the device", "update on the host", "deferred update"]
+    use()
+    chunk.finish_save()
+    assert ended == ["save of the device", "save of the host"]
+    use()
+    chunk.finish_update()
+    assert ended == ["update on the device", "update on the host"]
