@@ -252,14 +252,14 @@ class DeviceEviction:
     def _start_eviction(self, chunk: Chunk) -> bool:
         """Start to evict a chunk, written back only if no tier below has a valid copy. Return False without room below.
 
-        With a disk tier it goes to disk if the host is full of what is nowhere else.
+        With a disk tier no other chunk loses its host memory: the chunk goes to free host memory, else to disk.
         """
         if chunk.host.valid or chunk.disk.valid or chunk.shards_valid:
             self.device_tier.free(chunk)
             return True
         if chunk.sharded:
             return False
-        if self.disk_tier is not None and not chunk.host.present and not self.host_tier.has_room(chunk.nbytes):
+        if self.disk_tier is not None and not chunk.host.present and self.host_tier.free_bytes < chunk.nbytes:
             self.transfers.start_eviction(chunk, Tier.DISK)
             return True
         if self.hardware.has_gpu and self._ensure_host_block(chunk):
