@@ -20,9 +20,11 @@ from patrickstar._schedule.placement import Tier
 from patrickstar._schedule.prefetch import DemandFetch
 from patrickstar._schedule.trace import Moment, Trace
 from patrickstar._tiers.chunk import Chunk
+from patrickstar._tiers.disk_tier import STAGES, DiskTier
 from patrickstar._tiers.hardware import Hardware
 from patrickstar._tiers.host_arena import ALIGN_BYTES, ArenaBlock
 from patrickstar._tiers.host_tier import HostTier
+from patrickstar._tiers.swap_file import SwapFile
 from patrickstar._tiers.transfer_counters import TransferCounters
 from patrickstar.errors import BudgetError
 
@@ -325,3 +327,31 @@ def test_the_policy_is_given_the_current_moment():
     manager.now = 4
     manager.fetch(chunks[3:])
     assert [chunk.device.valid for chunk in chunks] == [True, False, True, True]
+
+
+def test_an_evicted_chunk_takes_the_host_memory_of_a_duplicate_before_it_goes_to_disk(tmp_path):
+    disk, nbytes = DiskTier(SwapFile(tmp_path, 0), 4096), 4096
+    manager = ChunkManager(CPU, 2 * nbytes, nbytes + (STAGES + 1) * disk.page_bytes, poison=True, disk=disk)
+    first, second, third = (manager.new_chunk(PARAM16, i, nbytes // 2, "bfloat16", Tier.DISK) for i in range(3))
+    for value, chunk in enumerate((first, second, third)):
+        manager.fetch([chunk])
+        chunk.on_device(chunk.whole).fill_(value)
+        manager.mark_written(chunk, on_device=True)
+    assert first.host.valid and not second.host.present, "the first is evicted to the host"
+    manager.move_to_tier(second, Tier.DISK)
+    manager.queue_fetches([first])
+    manager.make_room(nbytes, protect=(first,))
+    assert third.disk.valid and first.host.present, (
+        "no operator has accessed it: its copy stays, even if it has arrived"
+    )
+    manager.fetch([first, second])
+    manager.mark_written(second, on_device=True)
+    manager.make_room(nbytes, protect=(first,))
+    assert second.host.valid and not first.host.present
+    manager.make_room(2 * nbytes, protect=())
+    manager.transfers.complete(first)
+    assert first.disk.valid, "the host is full of what is nowhere else"
+    for value, chunk in enumerate((first, second, third)):
+        manager.fetch([chunk])
+        assert chunk.on_device(chunk.whole).unique().tolist() == [value]
+    manager.close()

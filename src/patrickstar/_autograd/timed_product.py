@@ -54,12 +54,11 @@ class TimedProduct:
             out: The product.
             before: The autograd graph before it.
         """
-        seconds = self.timeline.seconds() - self.started_s
         if not isinstance(out, torch.Tensor) or not out.dim() or out.shape[-1] not in self.weight.shape:
             return
         # Each element of the result is a sum over the weight's other side; a multiply-add counts as two.
         self.operations = 2 * out.numel() * (self.weight.numel // max(1, out.shape[-1]))
-        self.timeline.product(self.weight.name, self.operations, seconds, backward=False)
+        self.timeline.product(self.weight.name, self.operations, self.started_s, backward=False)
         if out.grad_fn is not None:
             for node in before.added_nodes([out.grad_fn]):
                 node.register_prehook(self._begin_node)
@@ -69,7 +68,6 @@ class TimedProduct:
         self.started_s = self.timeline.seconds()
 
     def _end_node(self, *_: Any) -> None:
-        seconds = self.timeline.seconds() - self.started_s
         # A product of several nodes counts once.
         operations, self.gradients = self.gradients * self.operations, 0
-        self.timeline.product(self.weight.name, operations, seconds, backward=True)
+        self.timeline.product(self.weight.name, operations, self.started_s, backward=True)

@@ -106,6 +106,7 @@ class ChunkManager(DevicePrefetch):
         """Remove a chunk; `for_good` also returns its memory on the host to the system, as `HostTier.free`."""
         if self.io_dispatch.failed is None:
             self.transfers.settle(chunk)
+        self._ahead.discard(chunk)
         if chunk.device_bytes:
             self.device_tier.free(chunk)
         if chunk.host.present:
@@ -220,7 +221,8 @@ class ChunkManager(DevicePrefetch):
         if self._fetch_queue or self.transfers.in_flight or self.evict_everything or (policy and policy.ahead):
             return False
         return (
-            device.resident_bytes <= device.soft_chunkable_bytes
+            self._ahead.isdisjoint(chunks)
+            and device.resident_bytes <= device.soft_chunkable_bytes
             and self.io_dispatch.failed is None
             and all(chunk.device.valid for chunk in chunks)
         )
@@ -232,6 +234,7 @@ class ChunkManager(DevicePrefetch):
         They are fetched one by one: each fetch may free host memory that the next eviction needs.
         """
         self.io_dispatch.check()
+        self._ahead.difference_update(chunks)
         for chunk in chunks:
             if chunk in self.transfers.in_flight and chunk.device.writer is None:
                 self.transfers.complete(chunk)

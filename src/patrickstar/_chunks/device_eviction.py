@@ -42,6 +42,8 @@ class DeviceEviction:
         self.now = 0
         self._fetch_queue: deque[Chunk] = deque()
         """Prefetches that start once the evictions before them have freed enough memory."""
+        self._ahead: set[Chunk] = set()
+        """Prefetched chunks that no operator has accessed since: whether they have arrived depends on transfers."""
         self.decides_alike = False
         """True if no decision may depend on whether a transfer has ended. See [Note: linked processes]."""
         self.held: list[Chunk] = []
@@ -237,6 +239,7 @@ class DeviceEviction:
                 self._with_retry(self.transfers.fetch, chunk, protect=(newcomer,))
 
     def _evict(self, chunk: Chunk) -> None:
+        self._ahead.discard(chunk)
         if chunk in self._fetch_queue:
             self._fetch_queue.remove(chunk)
             return
@@ -259,13 +262,27 @@ class DeviceEviction:
             return True
         if chunk.sharded:
             return False
-        if self.disk_tier is not None and not chunk.host.present and self.host_tier.free_bytes < chunk.nbytes:
+        if self.disk_tier is not None and not chunk.host.present and not self._free_duplicates(chunk.nbytes):
             self.transfers.start_eviction(chunk, Tier.DISK)
             return True
         if self.hardware.has_gpu and self._ensure_host_block(chunk):
             self.transfers.start_eviction(chunk, Tier.HOST)
             return True
         return self._evict_to_host(chunk)
+
+    def _free_duplicates(self, nbytes: int) -> bool:
+        """Free host copies of parameters on the device until `nbytes` are free there. Return False if they do not fit.
+
+        Chunks on their way to the device keep theirs: whether they have arrived depends on the speed of transfers.
+        """
+        for chunk in reversed(self.param16.values()):
+            if self.host_tier.free_bytes >= nbytes:
+                break
+            if chunk.host.present and chunk.device.present and chunk not in self._ahead:
+                chunk.finish_update()
+                if chunk.host.present and chunk.device.present and chunk.device.reader is None:
+                    self.host_tier.free(chunk, in_order=True)
+        return self.host_tier.free_bytes >= nbytes
 
     def _evict_to_host(self, chunk: Chunk) -> bool:
         """Evict a chunk to the host synchronously. Return False if the host has no room."""

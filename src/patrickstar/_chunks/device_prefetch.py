@@ -9,20 +9,13 @@ from patrickstar._chunks.device_eviction import DeviceEviction
 from patrickstar._hardware.defer_sigint import defer_sigint
 from patrickstar._schedule.prefetch import PrefetchPolicy
 from patrickstar._tiers.chunk import Chunk
-from patrickstar._tiers.device_tier import DeviceTier
-from patrickstar._tiers.host_tier import HostTier
-from patrickstar._tiers.io_dispatch import IODispatch
 
 
 class DevicePrefetch(DeviceEviction):
     """Prefetches of one engine's chunks: the part of `ChunkManager` that fetches before an access."""
 
-    def __init__(
-        self, device_tier: DeviceTier, host_tier: HostTier, io_dispatch: IODispatch, evict_everything: bool
-    ) -> None:
-        super().__init__(device_tier, host_tier, io_dispatch, evict_everything)
-        self.prefetch_policy: PrefetchPolicy | None = None
-        """Set while a planned iteration follows its trace."""
+    prefetch_policy: PrefetchPolicy | None = None
+    """Set while a planned iteration follows its trace."""
 
     def poll_transfers(self) -> None:
         """Complete finished transfers and start the prefetches that are due."""
@@ -45,6 +38,7 @@ class DevicePrefetch(DeviceEviction):
     def queue_fetches(self, chunks: Iterable[Chunk]) -> None:
         """Prefetch chunks that all have room, in order."""
         self._fetch_queue.extend(chunk for chunk in chunks if chunk not in self._fetch_queue)
+        self._ahead.update(self._fetch_queue)
         self._start_queued_fetches()
 
     def _start_queued_fetches(self) -> None:
@@ -101,6 +95,7 @@ class DevicePrefetch(DeviceEviction):
             ):
                 break
             self._fetch_queue.append(self.param16[move.fetch])
+            self._ahead.add(self.param16[move.fetch])
             for index in move.evict:
                 self._evict(self.param16[index])
 

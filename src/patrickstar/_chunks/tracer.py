@@ -163,11 +163,8 @@ class Tracer:
             return False
         if any(self.manager.param16[index].sharded for index in trace.uses):
             return False
-        return trace.peak_non_model_bytes <= self._room_beside_params(trace)
-
-    def _room_beside_params(self, trace: Trace) -> int:
-        """Return the part of the device budget left for non-model data if all chunks of the trace are resident."""
-        return self.manager.device_tier.free_bytes - sum(chunk.nbytes for chunk in self._missing(trace))
+        missing_bytes = sum(chunk.nbytes for chunk in self._missing(trace))
+        return trace.peak_non_model_bytes + missing_bytes <= self.manager.device_tier.free_bytes
 
     def _missing(self, trace: Trace) -> list[Chunk]:
         chunks = [self.manager.param16[index] for index in sorted(trace.uses, key=trace.first_use)]

@@ -53,12 +53,15 @@ def profile_machine(device: torch.device, directory: str | Path | None = None) -
     h2d, d2h = _copy_rates(hardware)
     gpu = None
     if hardware.accelerator is not None:
+        tflops, half_rate_size = rate_curve(_products(hardware, torch.bfloat16))
+        size, fp32_tflops = max(_products(hardware, torch.float32).items())
         gpu = Gpu(
             count=1,
             memory=hardware.device_bytes(),
-            matmul_tflops=_matmul_tflops(hardware, torch.bfloat16),
-            fp32_tflops=_matmul_tflops(hardware, torch.float32),
+            matmul_tflops=tflops,
+            fp32_tflops=fp32_tflops * (size + half_rate_size) / size,
             memory_bandwidth=_copy_bandwidth(hardware),
+            half_rate_size=half_rate_size,
         )
     cpu = Hardware(torch.device("cpu"))
     return Machine(
@@ -70,8 +73,8 @@ def profile_machine(device: torch.device, directory: str | Path | None = None) -
             memory_bandwidth=_copy_bandwidth(cpu),
             update_rate=_update_rate(hardware),
             cores=usable_cores(),
-            matmul_tflops=_matmul_tflops(cpu, torch.bfloat16),
-            fp32_tflops=_matmul_tflops(cpu, torch.float32),
+            matmul_tflops=max(_products(cpu, torch.bfloat16).items())[1],
+            fp32_tflops=max(_products(cpu, torch.float32).items())[1],
         ),
         links=Links(h2d=h2d, d2h=d2h),
         disk=disk,
@@ -142,14 +145,28 @@ def _median_s(action: Callable[[], object], hardware: Hardware) -> float:
     return median([timer.measure([action], 1)[0] for _ in range(ROUNDS)])
 
 
-def _matmul_tflops(hardware: Hardware, dtype: torch.dtype) -> float:
-    size = SMALLEST_MATRIX
+def _products(hardware: Hardware, dtype: torch.dtype) -> dict[int, float]:
+    """Return the TFLOPS of products of square matrices by their size."""
+    tflops, size = {}, SMALLEST_MATRIX
     while True:
         a, b = (torch.randn(size, size, device=hardware.device).to(dtype) for _ in range(2))
         seconds = _median_s(partial(torch.mm, a, b), hardware)
+        tflops[size] = 2 * size**3 / seconds / 1e12
         if seconds >= MIN_PRODUCT_S or size >= LARGEST_MATRIX:
-            return 2 * size**3 / seconds / 1e12
+            return tflops
         size *= 2
+
+
+def rate_curve(tflops: dict[int, float]) -> tuple[float, int]:
+    """Return the rate of large products, and the size that reaches half of it, as `Gpu.matmul_rate` combines them.
+
+    The curve has the rates of the largest size and of a quarter of it. If the smaller one is no slower, or so slow that
+    no such curve has both, all sizes have the rate of the largest.
+    """
+    size, large = max(tflops.items())
+    slope = (1 / tflops.get(size // 4, large) - 1 / large) / (4 / size - 1 / size)
+    limit = 1 / large - slope / size
+    return (1 / limit, round(slope / limit)) if slope > 0 and limit > 0 else (large, 0)
 
 
 def _copy_bandwidth(hardware: Hardware) -> float:

@@ -38,6 +38,7 @@ class Timeline:
         self._pending: list[_Pending] = []
         self._device_waits: list[tuple[str, torch.Event, torch.Event]] = []
         self._products: dict[tuple[str, bool], Product] = {}
+        self._last_product_s = 0.0
         self._finished = False
         self._held: set[int] = set()
         """Chunks of parameters that hold gradients."""
@@ -74,15 +75,18 @@ class Timeline:
         yield
         self._device_waits.append((label, before, self._clock.event()))
 
-    def product(self, name: str, operations: int, seconds: float, *, backward: bool) -> None:
-        """Add a product of a parameter, of its forward or its backward. What ends after the step is in none.
+    def product(self, name: str, operations: int, start_s: float, *, backward: bool) -> None:
+        """Add a product of a parameter that ends now, of its forward or its backward. None ends after the step.
 
         Args:
             name: Name of the parameter.
             operations: Multiplications and additions.
-            seconds: Time of the calling thread, in which it waited for nothing.
+            start_s: Begin of it, or of what recomputes its factors: products that end later are no part of it.
             backward: It is a part of backward.
         """
+        end_s = self.seconds()
+        seconds = end_s - max(start_s, self._last_product_s)
+        self._last_product_s = end_s
         if not self._finished:
             key = name, backward
             before = self._products.get(key, Product(name, backward, 0, 0.0))
