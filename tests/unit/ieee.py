@@ -10,7 +10,7 @@ import torch
 # would. For + - * / and the square root that is so wherever the wider format has at least 2p + 2 digits, p being those
 # of the narrower one (Figueroa 1995), and 53 >= 2 * 24 + 2: a result is never so near to the middle between two
 # narrow numbers that the first rounding takes it there, unless it is there. A denormal result has fewer digits to be
-# rounded to, which leaves more room. `test_update_rule.py` holds this against fractions.
+# rounded to, which leaves more room.
 assert np.finfo(np.float64).nmant + 1 >= 2 * (np.finfo(np.float32).nmant + 1) + 2
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
