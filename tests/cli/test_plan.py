@@ -5,8 +5,6 @@ Of one model, with adapters and in other precisions, too; and of all open models
 
 import json
 import re
-import subprocess
-import sys
 
 import pytest
 from command_line import assert_refused, assert_told, call, done, plan, planned
@@ -328,13 +326,3 @@ def test_the_table_as_data_adds_up():
     without = json.loads(done("plan", *RTX4060, "--json").output)
     fits = {each["name"] for each in without["models"]}
     assert fits < {*models} and next(m for m in without["models"] if m["name"] == "llama-3-8b")["full"] is None
-
-
-def test_the_table_needs_no_torch():
-    code = (
-        "import sys; from patrickstar._cli.main import app; "
-        "app(sys.argv[1:], standalone_mode=False); assert 'torch' not in sys.modules"
-    )
-    words = ["plan", *RTX4060, "--qlora", "8"]
-    process = subprocess.run([sys.executable, "-c", code, *words], check=True, capture_output=True, text=True)
-    assert "rank 8" in process.stdout

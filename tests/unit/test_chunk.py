@@ -56,16 +56,6 @@ def real_device_bytes(chunk, page_pool):
     return chunk.storage.nbytes() if page_pool is None else page_pool.mapped_bytes - page_pool.parked_bytes
 
 
-def test_new_chunk_uses_no_memory(page_pool):
-    chunk = Chunk("exp_avg", 7, 100, "float32", CPU, page_pool)
-    assert (chunk.device_bytes, chunk.host_bytes) == (0, 0)
-    assert real_device_bytes(chunk, page_pool) == 0
-    assert chunk.nbytes == 400
-    assert not chunk.device.valid and not chunk.host.valid and not chunk.disk.valid
-    assert not chunk.in_memory
-    assert repr(chunk) == "exp_avg[7]"
-
-
 @pytest.mark.parametrize("dtype", sorted(ITEMSIZE))
 def test_sizes_follow_the_dtype_on_both_tiers(dtype, page_pool, host):
     chunk = Chunk("param16", 0, 96, dtype, CPU, page_pool)

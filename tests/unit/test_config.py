@@ -5,7 +5,6 @@ import functools
 import pytest
 import torch
 
-import patrickstar as ps
 from patrickstar.config import Config
 from patrickstar.errors import ConfigError, DeviceError
 from patrickstar.optim import SGD, Adam, AdamW, Lion, TorchOptimizer
@@ -151,11 +150,6 @@ def test_an_optimizer_keeps_its_kind_and_its_defaults_are_torchs():
         assert type(Config(optimizer=kind()).optimizer) is kind
     assert Config(optimizer=AdamW()).optimizer.decoupled
     assert not Config(optimizer=Adam()).optimizer.decoupled
-
-
-def test_the_package_offers_them():
-    assert (ps.Config, ps.Adam, ps.AdamW, ps.SGD, ps.Lion) == (Config, Adam, AdamW, SGD, Lion)
-    assert ps.TorchOptimizer is TorchOptimizer
 
 
 @pytest.fixture

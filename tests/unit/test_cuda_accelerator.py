@@ -2,7 +2,6 @@
 
 import gc
 import mmap
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +14,6 @@ from patrickstar._hardware import cuda_accelerator
 from patrickstar._hardware.cuda_accelerator import PORTABLE, CudaAccelerator, allocator_settings
 from patrickstar._hardware.memory_meter import DeviceMeter
 from patrickstar._hardware.vm_pool import fault_in
-from patrickstar._hardware.worker_pool import WorkerPool
 from patrickstar._perf_model.margins import device_budget
 from patrickstar._step.stats import Stats
 from patrickstar._tiers.hardware import Hardware
@@ -40,22 +38,6 @@ def test_device_without_an_index_is_the_current_one(fake_cuda: FakeCuda):
     assert device.index == 1 and device.device == SECOND
 
 
-def test_worker_threads_start_on_the_device(fake_cuda: FakeCuda):
-    seen = []
-    pool = WorkerPool(3, "begins", PAGE, Hardware(SECOND).enter_worker)
-    barrier = threading.Barrier(3)
-
-    def job(stage: torch.Tensor) -> None:
-        barrier.wait(10)
-        seen.append(fake_cuda.device)
-
-    pool.submit([job] * 3, "exp_avg[0]").wait()
-    pool.close()
-    assert seen == [1, 1, 1], "a new thread's device is the first one until it is set"
-    assert {(name, index) for name, index in fake_cuda.entered} == {(f"patrickstar-begins-{n}", 1) for n in range(3)}
-    assert fake_cuda.device == 0, "the calling thread's device is unchanged"
-
-
 def test_disk_threads_start_on_the_device(fake_cuda: FakeCuda, tmp_path):
     disk = Hardware(SECOND).disk(tmp_path, 1 << 16, PAGE, checksums=True, capacity_bytes=None)
     for pool in (disk.readers, disk.writers):
@@ -63,6 +45,7 @@ def test_disk_threads_start_on_the_device(fake_cuda: FakeCuda, tmp_path):
     disk.close()
     assert {index for _, index in fake_cuda.entered} == {1}
     assert {name.rstrip("0123456789") for name, _ in fake_cuda.entered} == {"patrickstar-read-", "patrickstar-write-"}
+    assert fake_cuda.device == 0, "the calling thread's device is unchanged"
 
 
 def test_two_devices_are_independent(fake_cuda: FakeCuda):
