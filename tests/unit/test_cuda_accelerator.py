@@ -65,11 +65,8 @@ def test_cpu_makes_no_cuda_calls():
     hardware = Hardware(torch.device("cpu"))
     hardware.start()
     hardware.enter_thread()
-    assert (
-        hardware.accelerator is None
-        and hardware.allocator_report() == ""
-        and hardware.library_bytes(torch.bfloat16) == 0
-    )
+    assert hardware.accelerator is None
+    assert hardware.allocator_report() == "" and hardware.library_bytes(torch.bfloat16) == 0
     assert hardware.allocator_stats().retries == 0
 
 
@@ -190,17 +187,9 @@ def test_segments_become_expandable_unless_configured(fake_cuda: FakeCuda, monke
 
 def test_allocator_retries_warn_once(fake_cuda: FakeCuda):
     nothing = SimpleNamespace(peak=0, other_peak=0, spare_peak=0, reset_peak=lambda: None, reset_peaks=lambda: None)
-    hardware = Hardware(SECOND)
-    manager = SimpleNamespace(
-        counters=TransferCounters(),
-        device_tier=nothing,
-        host_tier=nothing,
-        disk_tier=None,
-        hardware=hardware,
-        device=SECOND,
-        resident_bytes=0,
-    )
-    nothing.budget_bytes = 5000
+    nothing.budget_bytes, hardware = 5000, Hardware(SECOND)
+    manager = SimpleNamespace(device_tier=nothing, host_tier=nothing, disk_tier=None, hardware=hardware, device=SECOND)
+    manager.counters, manager.resident_bytes = TransferCounters(), 0
     fake_cuda.retries = 4
     stats = Stats(_retries=hardware.allocator_stats().retries)
     stats.close_step(manager, False, 1.0, 0)
@@ -218,11 +207,8 @@ def test_the_limit_of_what_is_reserved_belongs_to_the_open_engines(fake_cuda: Fa
     """The largest budget applies, the user's own limit stays below it, and comes back."""
     monkeypatch.setattr(cuda_accelerator, "_reserved_limits", {})
     engines = [DeviceMeter(CudaAccelerator(SECOND)) for _ in range(3)]
-    planned = [
-        meter.set_aside(budget * GIB).planned_bytes(budget * GIB)
-        for meter, budget in zip(engines, (10, 20, 90), strict=True)
-    ]
-    assert engines[0].now(0) == 10 * GIB - planned[0] == 10 * GIB - 10 * GIB * 92 // 100
+    parts = [meter.set_aside(budget * GIB) for meter, budget in zip(engines, (10, 20, 90), strict=True)]
+    assert engines[0].now(0) == 10 * GIB - parts[0].planned_bytes(10 * GIB) == 10 * GIB - 10 * GIB * 92 // 100
     assert fake_cuda.fraction == 1.0, "an engine that was not created changes nothing"
     limits = []
     for change in (

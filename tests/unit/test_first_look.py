@@ -6,18 +6,9 @@ from patrickstar._plan.first_look import first_look
 from patrickstar._plan.planner import search_of
 from patrickstar.errors import BudgetError
 
-OPTIONS = dict.fromkeys(("machine", "gpus", "device_memory", "host_bandwidth", "cores", "batch"))
-OPTIONS |= dict(
-    nodes=1,
-    tp=1,
-    ep=1,
-    sequence=1024,
-    activation_checkpointing=None,
-    dry_run=True,
-    gpu="rtx4090",
-    disk="2TB:7GB/s",
-    precision="auto",
-)
+OPEN = ("machine", "gpus", "device_memory", "host_bandwidth", "cores", "batch", "activation_checkpointing")
+OPTIONS = dict.fromkeys(OPEN) | dict(nodes=1, tp=1, ep=1, sequence=1024, dry_run=True, precision="auto")
+OPTIONS |= {"gpu": "rtx4090", "disk": "2TB:7GB/s"}
 
 
 def test_an_open_model_has_a_size_and_a_least_time_at_once():

@@ -90,9 +90,8 @@ class Operations(RuleBasedStateMachine):
         if block is None:
             return
         assert (block.start, block.nbytes) == (min(starts), nbytes), "the first gap that is large enough"
-        assert (
-            block.start % ALIGN_BYTES == block.end % ALIGN_BYTES == 0 <= block.end - block.start - nbytes < ALIGN_BYTES
-        )
+        assert block.start % ALIGN_BYTES == block.end % ALIGN_BYTES == 0
+        assert 0 <= block.end - block.start - nbytes < ALIGN_BYTES
         self.writes += 1
         self.blocks[block] = self.writes % 251
         self.touch(block)
