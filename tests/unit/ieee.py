@@ -49,10 +49,8 @@ def _once(operation: np.ufunc, *values: np.ndarray) -> np.ndarray:
     return result if dtype == np.float64 else rounded(result)
 
 
-add, subtract, multiply, divide = (
-    partial(_once, operation) for operation in (np.add, np.subtract, np.multiply, np.divide)
-)
-square_root = partial(_once, np.sqrt)
+add, subtract, multiply = (partial(_once, operation) for operation in (np.add, np.subtract, np.multiply))
+divide, square_root = partial(_once, np.divide), partial(_once, np.sqrt)
 
 
 def stored(values: np.ndarray, dtype: torch.dtype = torch.float32) -> np.ndarray:

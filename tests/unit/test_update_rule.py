@@ -122,12 +122,11 @@ def check(implementation, lists, scales, expected=None):
 def hard(rule: Rule, dtype: torch.dtype):
     """Return updates by a rule for a gradient dtype, with their expected bits."""
     random = np.random.default_rng(RULES.index(rule))
-    cases = zip([dtype, *ieee.DTYPES, *ieee.DTYPES], product((False, True), SCALES), strict=False)
-    updates = [
-        (drawn(rule, 1500, random, grad=dtype, param=param, accumulated=accumulated), scales)
-        for param, (accumulated, scales) in cases
-    ]
-    return [(*update, expected_bits(*update)) for update in updates]
+    cases, updates = zip([dtype, *ieee.DTYPES, *ieee.DTYPES], product((False, True), SCALES), strict=False), []
+    for param, (accumulated, scales) in cases:
+        lists = drawn(rule, 1500, random, grad=dtype, param=param, accumulated=accumulated)
+        updates.append((lists, scales, expected_bits(lists, scales)))
+    return updates
 
 
 @pytest.mark.pairwise
