@@ -1,7 +1,4 @@
-"""`patrickstar report` and `ps.plan`: pages of a run and of a plan, in a browser too where there is one.
-
-A plan has a dry run of the engine.
-"""
+"""`patrickstar report` and `ps.plan`: pages of a run and of a plan, in a browser too where there is one."""
 
 import json
 import re
@@ -176,10 +173,8 @@ def test_every_recorded_step_has_advice(tmp_path: Path) -> None:
     """1 MiB of parameters, 6 MiB of masters and states, 16 KiB of activations per layer."""
     torch.manual_seed(0)
     config = ps.Config(device="cpu", chunk_size="128KiB", device_memory=1536 << 10, host_memory="64MiB")
-    with (
-        ps.Engine(partial(layers, 256, 8, nn.GELU), config, meter=NoMeter()) as engine,
-        engine.record(tmp_path / "log"),
-    ):
+    model = partial(layers, 256, 8, nn.GELU)
+    with ps.Engine(model, config, meter=NoMeter()) as engine, engine.record(tmp_path / "log"):
         train(engine, inputs(4, 256, rows=32))
     run = read_run(tmp_path / "log")
     for timeline in run.timelines:

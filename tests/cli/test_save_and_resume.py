@@ -1,13 +1,11 @@
-"""`patrickstar train --save-every … --resume …`, and `patrickstar export`, on models of a few thousand parameters.
-
-Promises to a newcomer: runs that end in time, what they say meanwhile, and the precision that is chosen.
-"""
+"""`patrickstar train --save-every … --resume …` and `patrickstar export`; limits of time, notices, precisions."""
 
 import json
 import shutil
 import threading
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import rates
@@ -207,11 +205,7 @@ def test_a_run_says_which_precision_it_chose_and_a_resumed_one_keeps_it(monkeypa
     assert summary("whole.jsonl")["precision"] == "fp32"
     trained("--log", "cut.jsonl", "--save-every", 3, *AT_ONCE)
     assert precision_of(Path("runs/checkpoints/step-1")) == "fp32"
-
-    def never(*_: object) -> float:
-        raise AssertionError("measured")
-
-    monkeypatch.setattr(rates.MEASURED, never)
+    monkeypatch.setattr(rates.MEASURED, rates.never)
     finished = trained("--log", "cut.jsonl", "--save-every", 3, "--resume", "runs/checkpoints")
     assert steps("cut.jsonl") == steps("whole.jsonl")
     assert "precision: fp32, since runs/checkpoints/step-1 was trained in it" in finished.output
@@ -247,16 +241,10 @@ def test_a_first_step_that_takes_long_is_explained_once() -> None:
 
 @pytest.mark.parametrize(("asked", "tries"), [((), False), (("--precision", "bf16"), True)])
 def test_the_explanation_says_what_runs_and_what_to_try(monkeypatch, asked: tuple[str, ...], tries: bool) -> None:
-    texts: list[str] = []
-    progress = train_command.Progress
-
-    def noted(*arguments: object, notice: str, **options: object) -> object:
-        texts.append(notice)
-        return progress(*arguments, notice=notice, **options)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(train_command, "Progress", noted)
+    progress = Mock(wraps=train_command.Progress)
+    monkeypatch.setattr(train_command, "Progress", progress)
     finished = train(*asked, *AT_ONCE)
-    assert finished.exit_code == 0 and texts[0] not in finished.output
-    text = texts[0]
+    text = progress.call_args.kwargs["notice"]
+    assert finished.exit_code == 0 and text not in finished.output
     assert f"has taken {NOTICE_S:.0f} s" in text and "32 tokens through" in text and "in bf16 on cpu" in text
     assert "--batch" in text and ("--precision auto" in text) is tries

@@ -2,6 +2,7 @@
 
 import sysconfig
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -67,10 +68,7 @@ def test_another_text_or_size_is_another_entry(corpus: Corpus, cache: Path) -> N
 
 
 def test_an_interrupted_write_leaves_nothing(corpus: Corpus, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("patrickstar._cli.tokenizer._save", interrupted)
+    monkeypatch.setattr("patrickstar._cli.tokenizer._save", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         load_tokens(corpus, Vocabulary(300))
     assert not list(cache.glob("*.npy*"))
@@ -124,13 +122,7 @@ def test_a_given_tokenizer_must_be_readable_and_fit_the_model(corpus: Corpus, tm
         load_tokens(corpus, Vocabulary(280, file))
 
 
-@given(
-    blocks=st.integers(1, 9),
-    rest=st.integers(0, 3),
-    sequence=st.integers(4, 7),
-    batch=st.integers(1, 12),
-    seed=st.integers(0, 5),
-)
+@given(st.integers(1, 9), st.integers(0, 3), st.integers(4, 7), st.integers(1, 12), st.integers(0, 5))
 def test_every_pass_takes_each_block_once(blocks: int, rest: int, sequence: int, batch: int, seed: int) -> None:
     tokens = np.arange(blocks * sequence + rest, dtype=np.uint16)
     stream = iter(BatchSampler(tokens, sequence, batch, seed))

@@ -19,6 +19,7 @@ from distributed.test_cli import main
 from event_files import FIELDS, expected_scalars, scalars_in
 from rich.console import Console
 from safetensors.torch import save_file
+from seeded import run_step
 from torch import nn
 
 import patrickstar as ps
@@ -31,9 +32,7 @@ from patrickstar._models.model_source import find_model
 from patrickstar._report.run_file import read_run
 from patrickstar.errors import ConfigError
 
-RECORD = StepRecord(
-    step=3, loss=2.5, learning_rate=1e-3, gradient_norm=1.0, tokens=512, elapsed_s=0.5, stats=StepStats(steps=1)
-)
+RECORD = StepRecord(3, 0.5, StepStats(steps=1), loss=2.5, learning_rate=1e-3, gradient_norm=1.0, tokens=512)
 
 pytestmark = pytest.mark.usefixtures("one_thread", "small_text")
 
@@ -63,9 +62,8 @@ def test_a_run_learns_logs_and_sums_up() -> None:
 
     assert summary["kind"] == "summary"
     assert (summary["steps"], summary["interrupted"]) == (8, False)
-    assert summary["parameters"] == sum(
-        parameter.numel() for parameter in find_model("model.json")._build(False).parameters()
-    )
+    model = find_model("model.json")._build(False)
+    assert summary["parameters"] == sum(parameter.numel() for parameter in model.parameters())
     assert summary["model_data_bytes"] >= 14 * summary["parameters"]
     assert summary["loss_first"] == pytest.approx(sum(losses()[:3]) / 3)
     assert summary["loss_last"] == pytest.approx(sum(losses()[-3:]) / 3)
@@ -221,14 +219,11 @@ WITHOUT = {tag for tag in FIELDS if tag.partition("/")[0] in ("disk", "collectiv
 """Scalars that only some runs have."""
 
 
-def one_step(engine: ps.Engine) -> None:
-    engine.backward(engine(torch.ones(2, 8)).square().mean())
-    engine.optimizer.step()
-    engine.optimizer.zero_grad()
+ONES = (torch.ones(2, 8),)
 
 
-def small_engine(**options: object) -> ps.Engine:
-    return ps.initialize(nn.Linear(8, 8), ps.Config(device="cpu", **options))[0]
+def small_engine() -> ps.Engine:
+    return ps.initialize(nn.Linear(8, 8), ps.Config(device="cpu"))[0]
 
 
 def test_values_are_those_of_the_log_and_a_resumed_run_continues_them() -> None:
@@ -257,7 +252,7 @@ def test_a_loop_with_neither_loss_nor_tokens() -> None:
     for steps in (3, 2):
         with small_engine() as engine, engine.record(tensorboard="events"):
             for _ in range(steps):
-                one_step(engine)
+                run_step(engine, ONES)
     found = scalars_in(Path("events"))
     assert not {"train/loss", "train/learning_rate", "train/gradient_norm", "train/tokens_per_s"} & found.keys()
     assert list(found["time/step_s"]) == [1, 2]
@@ -265,7 +260,7 @@ def test_a_loop_with_neither_loss_nor_tokens() -> None:
 
 def test_a_run_that_fails_before_its_first_step_leaves_the_events_unchanged() -> None:
     with small_engine() as engine, engine.record(tensorboard="events"):
-        one_step(engine)
+        run_step(engine, ONES)
     before = scalars_in(Path("events"))
     with small_engine() as engine, pytest.raises(RuntimeError), engine.record(tensorboard="events"):
         raise RuntimeError

@@ -66,26 +66,13 @@ def _make(arguments: list[str]) -> None:
 
 def _pip(arguments: list[str]) -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    named = {
-        extra.strip() for word in arguments for group in re.findall(r"\[(.+)\]", word) for extra in group.split(",")
-    }
+    groups = [group for word in arguments for group in re.findall(r"\[(.+)\]", word)]
+    named = {extra.strip() for group in groups for extra in group.split(",")}
     assert named <= extras.keys(), f"there are no extras {named - extras.keys()}"
 
 
-def _anything(arguments: list[str]) -> None:
-    """Accept a command of the system."""
-
-
-CHECKS = {
-    "patrickstar": _patrickstar,
-    "torchrun": _torchrun,
-    "python": _python,
-    "make": _make,
-    "pip": _pip,
-    "git": _anything,
-    "cd": _anything,
-    "tensorboard": _anything,
-}
+CHECKS = {"patrickstar": _patrickstar, "torchrun": _torchrun, "python": _python, "make": _make, "pip": _pip}
+CHECKS |= dict.fromkeys(("git", "cd", "tensorboard"), lambda arguments: None)
 
 
 def run_report(command: str) -> None:

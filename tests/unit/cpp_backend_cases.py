@@ -9,9 +9,8 @@ ADAM = AdamRule(1e-3, 0.9, 0.999, 1e-8, 0.01, decoupled=True, step=3)
 MOMENTUM = SGDRule(0.1, 0.9, 0.0, 0.01, nesterov=False, step=2)
 PLAIN = SGDRule(0.1, 0.0, 0.0, 0.0, nesterov=False, step=1)
 LION = LionRule(1e-3, 0.9, 0.99, 0.1)
-AVERAGED = [
-    AveragedRule(rule, weight) for rule in (ADAM, SGDRule(0.1, 0.9, 0.1, 0.1, False, 2)) for weight in (1.0, 0.001, 0.7)
-]
+DAMPED = SGDRule(0.1, 0.9, 0.1, 0.1, nesterov=False, step=2)
+AVERAGED = [AveragedRule(rule, weight) for rule in (ADAM, DAMPED) for weight in (1.0, 0.001, 0.7)]
 RULES = [ADAM, MOMENTUM, PLAIN, LION, *AVERAGED]
 
 STRIP, BLOCK, PIECE = 512, 4096, 1 << 14

@@ -86,11 +86,8 @@ class FakeCuda:
 def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     """Replace the CUDA calls of PyTorch for a test."""
     fake = FakeCuda()
-    cudart = SimpleNamespace(
-        cudaHostRegister=fake.register,
-        cudaHostUnregister=fake.unregister,
-        cudaGetErrorString=lambda status: "out of memory" if int(status) == OUT_OF_MEMORY else "?",
-    )
+    cudart = SimpleNamespace(cudaHostRegister=fake.register, cudaHostUnregister=fake.unregister)
+    cudart.cudaGetErrorString = lambda status: "out of memory" if int(status) == OUT_OF_MEMORY else "?"
     for name, value in {
         "init": lambda: None,
         "current_device": lambda: fake.device,

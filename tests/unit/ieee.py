@@ -10,7 +10,7 @@ import torch
 # would. For + - * / and the square root that is so wherever the wider format has at least 2p + 2 digits, p being those
 # of the narrower one (Figueroa 1995), and 53 >= 2 * 24 + 2: a result is never so near to the middle between two
 # narrow numbers that the first rounding takes it there, unless it is there. A denormal result has fewer digits to be
-# rounded to, which leaves more room. `test_update_rule.py` holds this against fractions.
+# rounded to, which leaves more room.
 assert np.finfo(np.float64).nmant + 1 >= 2 * (np.finfo(np.float32).nmant + 1) + 2
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -49,10 +49,8 @@ def _once(operation: np.ufunc, *values: np.ndarray) -> np.ndarray:
     return result if dtype == np.float64 else rounded(result)
 
 
-add, subtract, multiply, divide = (
-    partial(_once, operation) for operation in (np.add, np.subtract, np.multiply, np.divide)
-)
-square_root = partial(_once, np.sqrt)
+add, subtract, multiply = (partial(_once, operation) for operation in (np.add, np.subtract, np.multiply))
+divide, square_root = partial(_once, np.divide), partial(_once, np.sqrt)
 
 
 def stored(values: np.ndarray, dtype: torch.dtype = torch.float32) -> np.ndarray:

@@ -1,5 +1,7 @@
 """Triton kernels in Triton's interpreter, compared with the eager backend: a process of `test_own_process.py`."""
 
+from unittest.mock import MagicMock
+
 import kernel_cases
 import pytest
 import torch
@@ -35,18 +37,16 @@ def fused():
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{type(rule).__name__}-{rule.mode}")
 def test_updates_are_those_of_the_list(fused, rule, dtype):
     """With a third of the cases for each rule unless all draws run, other ones for the next rule."""
-    first = kernel_cases.RULES.index(rule) % 3
-    kernel_cases.check_update(
-        fused, rule, dtype, cases=kernel_cases.CASES if nightly() else kernel_cases.CASES[first::3]
-    )
+    some = kernel_cases.CASES[kernel_cases.RULES.index(rule) % 3 :: 3]
+    kernel_cases.check_update(fused, rule, dtype, cases=kernel_cases.CASES if nightly() else some)
 
 
 @pytest.mark.parametrize("earlier", [False, True], ids=["latest", "accumulated"])
 def test_neighbours_in_a_chunk_are_updated_by_one_launch(fused, monkeypatch, earlier):
     """And what lies between two parameters is left alone, if it belongs to a third."""
-    launches = []
-    kernel = fused._kernels.update_kernel
-    monkeypatch.setattr(fused._kernels, "update_kernel", Counted(kernel, launches))
+    launches = MagicMock()
+    launches.__getitem__.side_effect = fused._kernels.update_kernel.__getitem__
+    monkeypatch.setattr(fused._kernels, "update_kernel", launches)
     generator, rule = torch.Generator().manual_seed(0), kernel_cases.RULES[0]
     kinds = [torch.bfloat16] + [torch.float32] * (3 + earlier)
     lists = [kernel_cases.numbers(5 * ALIGN_NUMEL, kind, generator, special=False) for kind in kinds]
@@ -65,32 +65,21 @@ def test_neighbours_in_a_chunk_are_updated_by_one_launch(fused, monkeypatch, ear
         one.update(spans, (0.5,))
         results.append([torch.cat([values[part] for part in parts]) for values in (param, master, first, second)])
         results[-1] += [values[384:512] for values in (param, master, first, second)]
-    assert len(launches) == 2
+    assert launches.__getitem__.call_count == 2
     assert_same_bits(results[1], results[0], "chunks")
-
-
-class Counted:
-    """A kernel whose launches are noted."""
-
-    def __init__(self, kernel, launches):
-        self.kernel, self.launches = kernel, launches
-
-    def __getitem__(self, grid):
-        self.launches.append(grid)
-        return self.kernel[grid]
 
 
 def test_gradient_statistics_of_several_launches(fused, monkeypatch):
     monkeypatch.setattr(triton_backend, "LAUNCH_COUNT", 2)
     monkeypatch.setattr(triton_backend, "LAUNCH_NUMEL", 10_000)
-    launches = []
-    kernel = fused._kernels.grad_stats_kernel
-    monkeypatch.setattr(fused._kernels, "grad_stats_kernel", Counted(kernel, launches))
+    launches = MagicMock()
+    launches.__getitem__.side_effect = fused._kernels.grad_stats_kernel.__getitem__
+    monkeypatch.setattr(fused._kernels, "grad_stats_kernel", launches)
     generator = torch.Generator().manual_seed(0)
     numels = (1, 2, 3, 20_000, 1)
     gradients = [Gradient(kernel_cases.numbers(numel, torch.bfloat16, generator, special=False)) for numel in numels]
     assert fused.grad_stats(gradients, ()) == kernel_cases.EagerBackend().grad_stats(gradients, ())
-    assert len(launches) == 4
+    assert launches.__getitem__.call_count == 4
 
 
 @pytest.mark.parametrize("dtype", kernel_cases.DTYPES, ids=str)

@@ -2,9 +2,8 @@
 
 from patrickstar._perf_model.machine_spec import DiskDrive, Gpu, Host, Links, Machine, Network
 
-LAPTOP = Machine(
-    name="laptop", source="made up", host=Host(memory="64GiB", memory_bandwidth="20GB", cores=2, matmul_tflops=0.2)
-)
+_CORES = Host(memory="64GiB", memory_bandwidth="20GB", cores=2, matmul_tflops=0.2)
+LAPTOP = Machine(name="laptop", source="made up", host=_CORES)
 DESKTOP = Machine(
     name="desktop",
     source="made up",

@@ -1,11 +1,11 @@
 """Chunk: permanent device storage, copies on the tiers, views with separate version counters."""
 
 import gc
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from patrickstar._hardware.transfer import CompletedTransfer
 from patrickstar._hardware.vm_pool import PagePool, can_move_pages, round_up
 from patrickstar._layout.schema import ITEMSIZE
 from patrickstar._tiers.chunk import Chunk, Copy, DiskCopy, HostCopy, Region, fill_poison
@@ -54,16 +54,6 @@ def evict_and_fetch(chunk, host, page_pool):
 def real_device_bytes(chunk, page_pool):
     """Return the real device memory of all chunks of a pool, or of one chunk without a pool."""
     return chunk.storage.nbytes() if page_pool is None else page_pool.mapped_bytes - page_pool.parked_bytes
-
-
-def test_new_chunk_uses_no_memory(page_pool):
-    chunk = Chunk("exp_avg", 7, 100, "float32", CPU, page_pool)
-    assert (chunk.device_bytes, chunk.host_bytes) == (0, 0)
-    assert real_device_bytes(chunk, page_pool) == 0
-    assert chunk.nbytes == 400
-    assert not chunk.device.valid and not chunk.host.valid and not chunk.disk.valid
-    assert not chunk.in_memory
-    assert repr(chunk) == "exp_avg[7]"
 
 
 @pytest.mark.parametrize("dtype", sorted(ITEMSIZE))
@@ -201,30 +191,20 @@ def test_poison_is_nan_or_the_largest_integer_and_booleans_stay(dtype):
 # Copies: who waits for what uses their memory
 
 
-class Recorded(CompletedTransfer):
-    """Transfer that records when it is waited for."""
-
-    def __init__(self, label: str, log: list[str], done: bool = False) -> None:
-        super().__init__(label)
-        self._log, self._done = log, done
-
-    @property
-    def done(self) -> bool:
-        return self._done
-
-    def wait(self) -> None:
-        self._log.append(self.label)
-
-
 @pytest.fixture
 def log() -> list[str]:
     return []
 
 
+def recorded(label: str, log: list[str], done: bool = False) -> SimpleNamespace:
+    """Return a transfer that records when it is waited for."""
+    return SimpleNamespace(label=label, done=done, wait=lambda: log.append(label))
+
+
 def in_use(log: list[str]) -> Copy:
     """Return a copy that everything uses at once."""
     copy = HostCopy()
-    copy.writer, copy.reader = Recorded("writer", log), Recorded("reader", log)
+    copy.writer, copy.reader = recorded("writer", log), recorded("reader", log)
 
     def end_update() -> None:
         copy.end_update = None
@@ -255,7 +235,7 @@ def test_an_update_that_ends_may_start_a_copy_which_is_waited_for_too(log):
     copy.writer = None
 
     def end_update() -> None:
-        copy.end_update, copy.reader = None, Recorded("renewal", log)
+        copy.end_update, copy.reader = None, recorded("renewal", log)
 
     copy.end_update = end_update
     copy.vacate()
@@ -270,8 +250,8 @@ def test_who_settles_a_copy_says_how_it_waits(log):
 
 def test_pages_are_read_after_writes_and_written_after_reads(log):
     copy = DiskCopy()
-    copy.reads = [Recorded("read", log)]
-    copy.writes = {0: Recorded("write", log), 512: Recorded("done", log, done=True)}
+    copy.reads = [recorded("read", log)]
+    copy.writes = {0: recorded("write", log), 512: recorded("done", log, done=True)}
     assert copy.has_writes and copy.writes_page(0)
     assert not copy.writes_page(512) and not copy.writes_page(1024)
     copy.settle()

@@ -78,9 +78,8 @@ def real_bytes(manager: ChunkManager, *more: Chunk) -> tuple[int, int]:
         assert manager.device_tier.page_pool.mapped_bytes - manager.device_tier.page_pool.parked_bytes == pages
     (arena,) = manager.host_tier.arenas
     base = arena.memory.data_ptr()
-    hosts = sorted(
-        (chunk.host.memory.data_ptr() - base, chunk.host.memory.nbytes) for chunk in chunks if chunk.host.present
-    )
+    memories = [chunk.host.memory for chunk in chunks if chunk.host.present]
+    hosts = sorted((memory.data_ptr() - base, memory.nbytes) for memory in memories)
     assert all(end <= start for (_, end), (start, _) in pairwise((start, start + nbytes) for start, nbytes in hosts))
     assert all(start >= 0 and start + nbytes <= arena.nbytes for start, nbytes in hosts)
     return device, sum(nbytes for _, nbytes in hosts)
@@ -98,12 +97,10 @@ class Operations(RuleBasedStateMachine):
 
     @initialize(data=st.data(), device=st.integers(2, 24), host=st.integers(0, 48))
     def begin(self, data, device: int, host: int) -> None:
-        self.manager = CheckedChunk.manager = CheckedHostTier.manager = ChunkManager(
-            CPU, device * UNIT, host * UNIT, poison=True
-        )
-        self.manager.host_tier = self.manager.transfers.host_tier = CheckedHostTier(
-            host * UNIT, host * UNIT, Hardware(CPU).host_arena, poison=True
-        )
+        self.manager = ChunkManager(CPU, device * UNIT, host * UNIT, poison=True)
+        CheckedChunk.manager = CheckedHostTier.manager = self.manager
+        host_tier = CheckedHostTier(host * UNIT, host * UNIT, Hardware(CPU).host_arena, poison=True)
+        self.manager.host_tier = self.manager.transfers.host_tier = host_tier
         self.blocks: dict[ArenaBlock, int] = {}
         self.value: dict[CheckedChunk, int] = {}
         self.writes = 0
@@ -157,9 +154,8 @@ class Operations(RuleBasedStateMachine):
         for chunk in self.value:
             if chunk in addresses and chunk.host.present and not chunk.dropped:
                 assert chunk in drained or chunk.host.memory.data_ptr() == addresses[chunk], "a move was not reported"
-        assert all(c.host.present or c.dropped for c in drained - {*fetched, *left}), (
-            "a chunk was reported without a change"
-        )
+        unmoved = drained - {*fetched, *left}
+        assert all(c.host.present or c.dropped for c in unmoved), "a chunk was reported without a change"
         assert manager.counters.h2d_bytes == sum(c.nbytes for c in fetched)
         moved = sum(c.transferred_bytes - before[c][2] for c in self.value)
         assert manager.counters.d2h_bytes == moved - manager.counters.h2d_bytes
@@ -187,9 +183,8 @@ class Operations(RuleBasedStateMachine):
         soft_limit = 0 if manager.evict_everything else compute.soft_limit_bytes - compute.non_model_bytes
         limits = {PARAM16: min(soft_limit, compute.chunkable_bytes), PARAM32: compute.chunkable_bytes}
         if wanted > limits[PARAM16]:
-            assert not any(self.is_evictable(c) for c in others if c.kind == PARAM16), (
-                "a chunk was kept above the soft limit"
-            )
+            evictable = [c for c in others if c.kind == PARAM16 and self.is_evictable(c)]
+            assert not evictable, "a chunk was kept above the soft limit"
         for chunk in reversed(left):
             wanted += chunk.nbytes
             assert wanted > limits[chunk.kind]

@@ -64,9 +64,7 @@ def test_no_parameter_straddles_or_overlaps(params, chunk_numel):
     check_sound(build_layout(params, chunk_numel), params)
 
 
-@given(
-    parameters(), chunk_numels, st.sampled_from([(2, 2), (2, 1), (1, 2), (1, 3), (1, 4), (3, 2), (2, 3)]), st.booleans()
-)
+@given(parameters(), chunk_numels, meshes, st.booleans())
 def test_shards_of_replicas_are_aligned_too(params, chunk_numel, mesh, grouped):
     replicas, shards = mesh
     size, stored_bytes = replicas * shards, 0
@@ -93,10 +91,9 @@ def test_shards_of_replicas_are_aligned_too(params, chunk_numel, mesh, grouped):
             assert chunk.total_bytes == chunk.shard_bytes + chunk.optimizer_bytes
         assert layout.padding_bytes >= 0
         stored_bytes += layout.model_data_bytes - layout.padding_bytes
-    copies = replicas if replicas > 1 else 0
-    assert stored_bytes == sum(
-        p.numel * (p.schema.bytes_per_param + copies * p.schema.compute.itemsize) for p in params
-    )
+    copies, schemas = replicas if replicas > 1 else 0, [param.schema for param in params]
+    nbytes = [schema.bytes_per_param + copies * schema.compute.itemsize for schema in schemas]
+    assert stored_bytes == sum(param.numel * each for param, each in zip(params, nbytes, strict=True))
 
 
 @given(parameters(), chunk_numels)

@@ -4,13 +4,9 @@ from hypothesis import strategies as st
 from sampling import fixed_draws
 from test_chunk_mapping import parameters
 
+from patrickstar._layout import chunk_size_search
 from patrickstar._layout.chunk_mapping import ALIGN_NUMEL, ParamSpec, align, build_layout
-from patrickstar._layout.chunk_size_search import (
-    LARGEST_CHUNK_BYTES,
-    PIPELINE_CHUNKS,
-    largest_useful_numel,
-    search_layout,
-)
+from patrickstar._layout.chunk_size_search import largest_useful_numel, search_layout
 from patrickstar._layout.schema import schema_for
 
 given = fixed_draws(100)
@@ -44,8 +40,8 @@ def test_the_largest_useful_size(params, budget_bytes):
     itemsize = max(param.schema.compute.itemsize for param in params)
     assert upper % ALIGN_NUMEL == 0 and upper >= ALIGN_NUMEL
     if upper > ALIGN_NUMEL:
-        assert PIPELINE_CHUNKS * upper * itemsize <= budget_bytes
-        assert upper * itemsize <= LARGEST_CHUNK_BYTES
+        assert chunk_size_search.PIPELINE_CHUNKS * upper * itemsize <= budget_bytes
+        assert upper * itemsize <= chunk_size_search.LARGEST_CHUNK_BYTES
         assert upper <= sum(align(param.numel) for param in params)
 
 
@@ -53,6 +49,6 @@ def test_each_bound_binds():
     schema = schema_for("bfloat16", trained=True)
     small, large = [ParamSpec("p", 100, schema)], [ParamSpec("p", 1 << 30, schema)]
     assert largest_useful_numel(small, BUDGET) == 128
-    assert largest_useful_numel(large, BUDGET) == LARGEST_CHUNK_BYTES // 2
-    assert largest_useful_numel(large, 1 << 20) == (1 << 20) // PIPELINE_CHUNKS // 2
+    assert largest_useful_numel(large, BUDGET) == chunk_size_search.LARGEST_CHUNK_BYTES // 2
+    assert largest_useful_numel(large, 1 << 20) == (1 << 20) // chunk_size_search.PIPELINE_CHUNKS // 2
     assert largest_useful_numel(large, 1) == ALIGN_NUMEL

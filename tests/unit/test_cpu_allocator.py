@@ -158,9 +158,8 @@ def test_without_the_allocator_the_process_is_measured_and_it_is_said_once(tmp_p
         (tmp_path / "patrickstar").write_text("a file in place of the folder")
     monkeypatch.setattr(memory_meter, "cpu_allocator", cache(cpu_allocator.__wrapped__))
     monkeypatch.setattr(module, "native_library", cache(module.native_library.__wrapped__))
-    with pytest.warns(
-        UserWarning, match=r"(?s)counted exactly.*Install a C\+\+ compiler|peaks inside operators"
-    ) as warned:
+    says = r"(?s)counted exactly.*Install a C\+\+ compiler|peaks inside operators"
+    with pytest.warns(UserWarning, match=says) as warned:
         kinds = {type(host_meter()) for _ in range(2)}
     assert (kinds, len(warned)) in (({ResidentMeter}, 1), ({SampledMeter}, 3))
 

@@ -2,7 +2,6 @@
 
 import gc
 import mmap
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +14,6 @@ from patrickstar._hardware import cuda_accelerator
 from patrickstar._hardware.cuda_accelerator import PORTABLE, CudaAccelerator, allocator_settings
 from patrickstar._hardware.memory_meter import DeviceMeter
 from patrickstar._hardware.vm_pool import fault_in
-from patrickstar._hardware.worker_pool import WorkerPool
 from patrickstar._perf_model.margins import device_budget
 from patrickstar._step.stats import Stats
 from patrickstar._tiers.hardware import Hardware
@@ -40,22 +38,6 @@ def test_device_without_an_index_is_the_current_one(fake_cuda: FakeCuda):
     assert device.index == 1 and device.device == SECOND
 
 
-def test_worker_threads_start_on_the_device(fake_cuda: FakeCuda):
-    seen = []
-    pool = WorkerPool(3, "begins", PAGE, Hardware(SECOND).enter_worker)
-    barrier = threading.Barrier(3)
-
-    def job(stage: torch.Tensor) -> None:
-        barrier.wait(10)
-        seen.append(fake_cuda.device)
-
-    pool.submit([job] * 3, "exp_avg[0]").wait()
-    pool.close()
-    assert seen == [1, 1, 1], "a new thread's device is the first one until it is set"
-    assert {(name, index) for name, index in fake_cuda.entered} == {(f"patrickstar-begins-{n}", 1) for n in range(3)}
-    assert fake_cuda.device == 0, "the calling thread's device is unchanged"
-
-
 def test_disk_threads_start_on_the_device(fake_cuda: FakeCuda, tmp_path):
     disk = Hardware(SECOND).disk(tmp_path, 1 << 16, PAGE, checksums=True, capacity_bytes=None)
     for pool in (disk.readers, disk.writers):
@@ -63,6 +45,7 @@ def test_disk_threads_start_on_the_device(fake_cuda: FakeCuda, tmp_path):
     disk.close()
     assert {index for _, index in fake_cuda.entered} == {1}
     assert {name.rstrip("0123456789") for name, _ in fake_cuda.entered} == {"patrickstar-read-", "patrickstar-write-"}
+    assert fake_cuda.device == 0, "the calling thread's device is unchanged"
 
 
 def test_two_devices_are_independent(fake_cuda: FakeCuda):
@@ -82,11 +65,8 @@ def test_cpu_makes_no_cuda_calls():
     hardware = Hardware(torch.device("cpu"))
     hardware.start()
     hardware.enter_thread()
-    assert (
-        hardware.accelerator is None
-        and hardware.allocator_report() == ""
-        and hardware.library_bytes(torch.bfloat16) == 0
-    )
+    assert hardware.accelerator is None
+    assert hardware.allocator_report() == "" and hardware.library_bytes(torch.bfloat16) == 0
     assert hardware.allocator_stats().retries == 0
 
 
@@ -207,17 +187,9 @@ def test_segments_become_expandable_unless_configured(fake_cuda: FakeCuda, monke
 
 def test_allocator_retries_warn_once(fake_cuda: FakeCuda):
     nothing = SimpleNamespace(peak=0, other_peak=0, spare_peak=0, reset_peak=lambda: None, reset_peaks=lambda: None)
-    hardware = Hardware(SECOND)
-    manager = SimpleNamespace(
-        counters=TransferCounters(),
-        device_tier=nothing,
-        host_tier=nothing,
-        disk_tier=None,
-        hardware=hardware,
-        device=SECOND,
-        resident_bytes=0,
-    )
-    nothing.budget_bytes = 5000
+    nothing.budget_bytes, hardware = 5000, Hardware(SECOND)
+    manager = SimpleNamespace(device_tier=nothing, host_tier=nothing, disk_tier=None, hardware=hardware, device=SECOND)
+    manager.counters, manager.resident_bytes = TransferCounters(), 0
     fake_cuda.retries = 4
     stats = Stats(_retries=hardware.allocator_stats().retries)
     stats.close_step(manager, False, 1.0, 0)
@@ -235,11 +207,8 @@ def test_the_limit_of_what_is_reserved_belongs_to_the_open_engines(fake_cuda: Fa
     """The largest budget applies, the user's own limit stays below it, and comes back."""
     monkeypatch.setattr(cuda_accelerator, "_reserved_limits", {})
     engines = [DeviceMeter(CudaAccelerator(SECOND)) for _ in range(3)]
-    planned = [
-        meter.set_aside(budget * GIB).planned_bytes(budget * GIB)
-        for meter, budget in zip(engines, (10, 20, 90), strict=True)
-    ]
-    assert engines[0].now(0) == 10 * GIB - planned[0] == 10 * GIB - 10 * GIB * 92 // 100
+    parts = [meter.set_aside(budget * GIB) for meter, budget in zip(engines, (10, 20, 90), strict=True)]
+    assert engines[0].now(0) == 10 * GIB - parts[0].planned_bytes(10 * GIB) == 10 * GIB - 10 * GIB * 92 // 100
     assert fake_cuda.fraction == 1.0, "an engine that was not created changes nothing"
     limits = []
     for change in (

@@ -1,5 +1,7 @@
 """Data-parallel groups of a mesh, and the order in which their processes own shards."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -7,22 +9,16 @@ from patrickstar._distributed.data_mesh import DataMesh
 from patrickstar.errors import ConfigError
 
 
-class Mesh:
-    """The part of a `DeviceMesh` that is read."""
-
-    mesh_dim_names = None
-
-    def __init__(self, ranks: list) -> None:
-        self.mesh = torch.tensor(ranks)
-
-    def _get_root_mesh(self) -> "Mesh":
-        return self
+def mesh_of(ranks: list) -> SimpleNamespace:
+    """Return the part of a `DeviceMesh` that is read."""
+    mesh = SimpleNamespace(mesh=torch.tensor(ranks), mesh_dim_names=None, _get_root_mesh=lambda: mesh)
+    return mesh
 
 
 class World:
     """All processes, of which each passes one of `meshes`."""
 
-    def __init__(self, *meshes: Mesh) -> None:
+    def __init__(self, *meshes: SimpleNamespace) -> None:
         self.size = len(meshes)
         self.rows = [
             {"ranks": mesh.mesh.flatten().tolist(), "replicas": mesh.mesh.shape[0] if mesh.mesh.dim() == 2 else 1}
@@ -34,12 +30,12 @@ class World:
         return self.rows
 
 
-def read(*meshes: Mesh) -> DataMesh:
+def read(*meshes: SimpleNamespace) -> DataMesh:
     return DataMesh.of(World(*meshes), meshes[0])
 
 
 def test_owners_of_a_shard_follow_each_other():
-    mesh = read(*[Mesh([[0, 1, 2], [3, 4, 5]])] * 6)
+    mesh = read(*[mesh_of([[0, 1, 2], [3, 4, 5]])] * 6)
     assert (mesh.size, mesh.replicas, mesh.shard_size) == (6, 2, 3)
     group = mesh.share(4, [range(6)])
     assert group.partition == ((0, 3, 1, 4, 2, 5),)
@@ -47,7 +43,7 @@ def test_owners_of_a_shard_follow_each_other():
 
 
 def test_tensor_parallel_processes_have_groups_of_their_own():
-    first, second = Mesh([[0, 2], [4, 6]]), Mesh([[1, 3], [5, 7]])
+    first, second = mesh_of([[0, 2], [4, 6]]), mesh_of([[1, 3], [5, 7]])
     mesh = read(*[first, second] * 4)
     assert mesh.batch_of == (0, 0, 1, 1, 2, 2, 3, 3)
     group = mesh.share(5, mesh.partition)
@@ -57,16 +53,16 @@ def test_tensor_parallel_processes_have_groups_of_their_own():
 
 @pytest.mark.parametrize("partition", [((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0,), (1,), (2,), (3,))])
 def test_smaller_groups_are_not_divided_into_replicas(partition):
-    group = read(*[Mesh([[0, 1], [2, 3]])] * 4).share(3, partition)
+    group = read(*[mesh_of([[0, 1], [2, 3]])] * 4).share(3, partition)
     assert (group.partition, group.replicas) == (partition, 1)
 
 
 @pytest.mark.parametrize("ranks", [[0, 1, 2, 3], [[0, 1, 2, 3]]])
 def test_one_replica_is_plain_sharding(ranks):
-    group = read(*[Mesh(ranks)] * 4).share(1, [range(4)])
+    group = read(*[mesh_of(ranks)] * 4).share(1, [range(4)])
     assert (group.partition, group.position, group.replicas) == (((0, 1, 2, 3),), 1, 1)
 
 
 def test_groups_with_other_replicas_are_refused():
     with pytest.raises(ConfigError, match=r"\[0, 1\] in 2 replicas; \[0, 1\] in 2 replicas; \[2, 3\] in 1 replicas"):
-        read(*[Mesh([[0], [1]])] * 2, *[Mesh([2, 3])] * 2)
+        read(*[mesh_of([[0], [1]])] * 2, *[mesh_of([2, 3])] * 2)

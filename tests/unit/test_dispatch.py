@@ -4,20 +4,20 @@ import warnings
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import ClassVar
+from unittest.mock import Mock
 
 import implementations
 import pytest
 import torch
+from cpp_backend_cases import ADAM, LION
+from cpp_backend_cases import MOMENTUM as SGD
 
 from patrickstar._kernels import dispatch
-from patrickstar._kernels.adam import AdamRule
 from patrickstar._kernels.adam_8bit import Adam8bitRule
 from patrickstar._kernels.cpp_backend import CppBackend, Unavailable
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.eager_backend import PAGE_NUMEL, EagerBackend
 from patrickstar._kernels.grad_norm import GradStats
-from patrickstar._kernels.lion import LionRule
-from patrickstar._kernels.sgd import SGDRule
 from patrickstar._kernels.torch_optim_adapter import Instances, TorchOptimRule
 from patrickstar._kernels.triton_backend import TritonBackend
 from patrickstar._kernels.update_rule import Gradient, Rule, Span
@@ -27,9 +27,6 @@ ITEMS = Rule.workspace_items
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-ADAM = AdamRule(1e-3, 0.9, 0.999, 1e-8, 0.01, decoupled=True, step=3)
-SGD = SGDRule(0.1, 0.9, 0.0, 0.01, nesterov=False, step=2)
-LION = LionRule(1e-3, 0.9, 0.99, 0.1)
 ADAM_8BIT = Adam8bitRule(1e-3, 0.9, 0.999, 1e-8, 0.01, decoupled=False, step=3)
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -212,12 +209,8 @@ def test_updating_takes_no_more_room_than_was_said(rule, dtype):
 @pytest.fixture
 def none_installed(monkeypatch):
     """Simulate an installation without kernels, before any warning."""
-
-    def load(*_):
-        raise Unavailable("it was not built")
-
     for kind in (CppBackend, TritonBackend):
-        monkeypatch.setattr(kind, "load", load)
+        monkeypatch.setattr(kind, "load", Mock(side_effect=Unavailable("it was not built")))
     dispatch._warn_missing.cache_clear()
     yield
     dispatch._warn_missing.cache_clear()

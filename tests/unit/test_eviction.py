@@ -1,5 +1,7 @@
 """Eviction in the order of lists, of last and of next uses; `test_prefetch.py` compares the latter with the optimum."""
 
+from itertools import product
+
 import pytest
 from hypothesis import strategies as st
 from sampling import fixed_draws
@@ -21,9 +23,7 @@ def cases(draw, max_chunks=4):
     return capacity, draw(st.lists(access, min_size=1, max_size=10))
 
 
-def fetches(
-    policy: EvictionPolicy, accesses: Accesses, capacity: int, iterations: int = 1, history: AccessHistory | None = None
-) -> int:
+def fetches(policy: EvictionPolicy, accesses: Accesses, capacity: int, iterations: int = 1, history=None) -> int:
     """Count the fetches of a device with room for `capacity` chunks that is empty at first."""
     resident: set[int] = set()
     count = 0
@@ -48,12 +48,8 @@ def next_use(accesses: Accesses) -> DemandFetch:
 
 def layers_of_experts(layers, experts, parameters):
     """Return the accesses of a forward in which experts use the stacked parameters of their layer in turn."""
-    return [
-        (layer * parameters + number,)
-        for layer in range(layers)
-        for _ in range(experts)
-        for number in range(parameters)
-    ]
+    every = product(range(layers), range(experts), range(parameters))
+    return [(layer * parameters + number,) for layer, _, number in every]
 
 
 @pytest.mark.parametrize("parameters", [1, 2, 3])

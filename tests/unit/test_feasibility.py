@@ -62,9 +62,7 @@ def test_the_working_set_is_that_of_the_most_demanding_operator(case):
 
 
 @given(cases(), shares, shares)
-def test_a_refusal_says_the_bytes_of_all_and_names_budgets_of_which_one_byte_less_does_not_work(
-    case, device_share, host_share
-):
+def test_a_refusal_says_all_bytes_and_names_budgets_of_which_one_less_does_not_work(case, device_share, host_share):
     device, host = budgets(case, device_share, host_share)
     error = refusal(case, device, host)
     if error is None:
@@ -113,7 +111,7 @@ def test_with_memory_or_a_disk_for_everything_the_device_needs_its_working_set_a
 
 
 @given(cases(), shares, shares, shares, st.integers(-3000, 0), st.integers(1, 5000))
-def test_a_refusal_with_a_disk_says_the_bytes_of_every_tier_and_what_suffices(
+def test_a_refusal_with_a_disk_says_all_bytes_and_what_suffices(
     case, device_share, host_share, disk_share, lacks, staging
 ):
     device, host = budgets(case, device_share, host_share)

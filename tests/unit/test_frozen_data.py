@@ -26,21 +26,11 @@ def machine(device: int, host: int, disk: int = 0) -> Machine:
     )
 
 
-def adapters(frozen_bytes: int, tokens: int = 1024, **changes) -> Workload:
+def adapters(frozen_bytes: int, **changes) -> Workload:
     """Return the workload of small adapters in fp32 beside a frozen base of layers of a fiftieth of its bytes."""
-    work = dict(
-        params=10_000_000,
-        batch=1,
-        tokens=tokens,
-        checkpointing=True,
-        operations=3.0 * frozen_bytes * tokens,
-        matrix_size=2048,
-        non_model_bytes=GB,
-        working_bytes=frozen_bytes // 25,
-        param_bytes=4.0,
-        frozen_params=frozen_bytes // 2,
-        frozen_bytes=frozen_bytes,
-    )
+    work = dict(batch=1, tokens=1024, checkpointing=True, matrix_size=2048, non_model_bytes=GB)
+    work |= dict(params=10_000_000, param_bytes=4.0, frozen_params=frozen_bytes // 2, frozen_bytes=frozen_bytes)
+    work |= dict(operations=3.0 * 1024 * frozen_bytes, working_bytes=frozen_bytes // 25)
     return Workload(**work | changes)
 
 

@@ -91,12 +91,8 @@ def check(offenders: Iterator[tuple[Path, int, str]]) -> None:
 
 
 def test_docstrings_begin_as_sentences_of_the_field():
-    check(
-        (path, line, text.splitlines()[0])
-        for path in CODE
-        for line, text in parsed(path).docstrings
-        if OPENINGS.match(text)
-    )
+    texts = ((path, line, text) for path in CODE for line, text in parsed(path).docstrings)
+    check((path, line, text.splitlines()[0]) for path, line, text in texts if OPENINGS.match(text))
 
 
 def test_replaced_names_do_not_return():
@@ -145,9 +141,8 @@ def public_objects() -> Iterator[tuple[str, object]]:
         yield name, value
         if inspect.isclass(value):
             for key, member in vars(value).items():
-                if not key.startswith("_") and (
-                    inspect.isfunction(member) or isinstance(member, property | classmethod)
-                ):
+                documented = inspect.isfunction(member) or isinstance(member, property | classmethod)
+                if documented and not key.startswith("_"):
                     yield f"{name}.{key}", member
 
 

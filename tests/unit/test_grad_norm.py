@@ -63,12 +63,11 @@ def to_hex(value):
     return float(value).hex()
 
 
-def check(implementation, gradients, scales=(), of=None):
+def check(implementation, gradients, scales, of=None):
     """Compare the statistics with the reference implementation, or with what is expected `of` these gradients."""
     before = expected(gradients, scales) if of is None else of
     grad_stats = implementation.grad_stats(gradients, scales)
     assert ([to_hex(each) for each in grad_stats.squares], grad_stats.not_finite) == before
-    return grad_stats
 
 
 def finite(numel, dtype, random, accumulated=False):
@@ -162,26 +161,6 @@ def test_any_gradients_from_any_start(implementation, shapes, scales, first, see
     check(implementation, gradients, scales)
 
 
-@pytest.mark.parametrize("dtype", ieee.DTYPES, ids=str)
-def test_the_order_shows(dtype):
-    """Other orders of addition give different bits for some sums, so the comparison is meaningful."""
-    differ = dict.fromkeys(("pairwise", "exactly", "backwards", "without blocks", "halved otherwise"), 0)
-    for seed in range(20):
-        values = finite(BLOCK + 33, dtype, np.random.default_rng(seed)).latest.double().numpy()
-        squares, lanes = values**2, np.arange(LANES).reshape(2, -1).T.flatten()
-        shuffled = values[: BLOCK // LANES * LANES].reshape(-1, LANES)[:, lanes].flatten()
-        others = [
-            float(np.sum(squares)),
-            math.fsum(squares),
-            sum_of_squares(values[::-1]),
-            sum_of_rows(squares.tolist()),
-            sum_of_squares(np.concatenate([shuffled, values[BLOCK:]])),
-        ]
-        for name, other in zip(differ, others, strict=True):
-            differ[name] += to_hex(other) != to_hex(sum_of_squares(values))
-    assert min(differ.values()) >= 3, differ
-
-
 @pytest.mark.parametrize("implementation", implementations.ALL)
 @given(
     st.lists(st.tuples(st.integers(0, BLOCK + 70), st.sampled_from(ieee.DTYPES), st.booleans()), max_size=4),
@@ -195,26 +174,6 @@ def test_numbers_of_all_kinds(implementation, shapes, scales, seed):
         for numel, dtype, accumulated in shapes
     ]
     check(implementation, gradients, scales)
-
-
-@pytest.mark.parametrize("implementation", implementations.ALL)
-def test_an_overflow_that_only_scaling_or_adding_makes_is_counted(implementation):
-    large = torch.full((BLOCK + 3,), 3e38)
-    assert check(implementation, [Gradient(large)]).not_finite == 0
-    assert check(implementation, [Gradient(large)], (2.0,)).not_finite == BLOCK + 3
-    assert check(implementation, [Gradient(large, large)]).not_finite == BLOCK + 3
-    assert check(implementation, [Gradient(large, large)], (0.25,)).not_finite == BLOCK + 3
-    assert check(implementation, [Gradient(large)], (0.5, 2.0)).not_finite == 0
-
-
-@pytest.mark.parametrize("numels", [[], [1], [1000], [3, 70, 5000, 0, 33], [7] * 100], ids=str)
-def test_the_norm_is_as_good_as_an_exact_sum(numels):
-    random = np.random.default_rng(3)
-    gradients = [finite(numel, torch.float16, random) for numel in numels]
-    exact = math.sqrt(
-        math.fsum(float(value) ** 2 for grad in gradients for value in gradient_of_the_update(grad, (0.3,)))
-    )
-    assert EagerBackend().grad_stats(gradients, (0.3,)).norm == pytest.approx(exact, rel=1e-12)
 
 
 def test_a_norm_is_the_root_of_sums_added_as_a_block():

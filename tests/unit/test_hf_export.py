@@ -9,9 +9,8 @@ from safetensors.torch import load_file
 from patrickstar._checkpoint.hf_export import common_dtype, shards_of, write_model_folder
 from patrickstar._checkpoint.safetensors_file import TensorEntry
 
-TENSORS = {
-    f"{number}": torch.randn(number, 3).to(dtype) for number, dtype in enumerate([torch.bfloat16, torch.float32] * 3)
-}
+DTYPES = [torch.bfloat16, torch.float32] * 3
+TENSORS = {f"{number}": torch.randn(number, 3).to(dtype) for number, dtype in enumerate(DTYPES)}
 
 
 @pytest.mark.parametrize(("max_bytes", "files"), [(1 << 20, 1), (40, 4), (1, 6)])

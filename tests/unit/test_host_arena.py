@@ -6,12 +6,9 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from sampling import draws, fixed_draws
+from sampling import draws
 
-from patrickstar._hardware.vm_pool import round_up
 from patrickstar._tiers.host_arena import ALIGN_BYTES, ArenaBlock, HostArena
-
-given = fixed_draws(200)
 
 
 def filled(arena: HostArena, nbytes: int, value: int) -> ArenaBlock:
@@ -25,19 +22,6 @@ def content(arena: HostArena, block: ArenaBlock) -> set[int]:
     return set(arena.view(block, torch.uint8).tolist())
 
 
-@given(st.lists(st.integers(1, 40).map(lambda n: ALIGN_BYTES * n), min_size=1, max_size=20))
-def test_blocks_fill_an_arena_of_exactly_their_size(sizes):
-    arena = HostArena(sum(sizes))
-    blocks = [arena.allocate(nbytes) for nbytes in sizes]
-    assert [block.start for block in blocks] == [sum(sizes[:count]) for count in range(len(sizes))]
-    assert blocks[-1].end == arena.nbytes
-    assert arena.touched_bytes == round_up(arena.nbytes), "whole pages"
-    assert arena.allocate(1) is None
-    for block in blocks:
-        arena.free(block)
-    assert arena.allocate(sum(sizes)).start == 0
-
-
 def test_an_empty_arena_allocates_empty_blocks_and_memory_outlives_its_arena_while_a_view_exists():
     arena = HostArena(0)
     assert not arena.page_locked, "there is nothing to lock"
@@ -49,19 +33,6 @@ def test_an_empty_arena_allocates_empty_blocks_and_memory_outlives_its_arena_whi
     arena.unlock()
     del arena
     assert set(view.tolist()) == {7}
-
-
-def test_views_share_the_arena_memory_in_any_dtype():
-    arena = HostArena(1024)
-    arena.allocate(256)
-    block = arena.allocate(256)
-    numbers = arena.view(block, torch.float32)
-    numbers.copy_(torch.arange(64.0))
-    assert numbers.untyped_storage()._cdata == arena.memory.untyped_storage()._cdata
-    assert numbers.data_ptr() == arena.memory.data_ptr() + block.start
-    assert torch.equal(arena.view(block, torch.int32), numbers.view(torch.int32))
-    assert arena.view(block, torch.bfloat16).shape == (128,)
-    assert arena.view(block, torch.float64).shape == (32,)
 
 
 def test_compaction_moves_a_block_over_its_own_bytes():
@@ -119,9 +90,8 @@ class Operations(RuleBasedStateMachine):
         if block is None:
             return
         assert (block.start, block.nbytes) == (min(starts), nbytes), "the first gap that is large enough"
-        assert (
-            block.start % ALIGN_BYTES == block.end % ALIGN_BYTES == 0 <= block.end - block.start - nbytes < ALIGN_BYTES
-        )
+        assert block.start % ALIGN_BYTES == block.end % ALIGN_BYTES == 0
+        assert 0 <= block.end - block.start - nbytes < ALIGN_BYTES
         self.writes += 1
         self.blocks[block] = self.writes % 251
         self.touch(block)

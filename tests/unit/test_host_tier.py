@@ -67,9 +67,8 @@ def test_peaks_are_those_since_the_last_reset_and_a_summary_has_what_is_used():
     block = host.allocate_block(128)
     assert (host.peak, host.other_peak) == (256, 128)
     chunk_on(host, 2)
-    assert host.usage_summary() == (
-        "chunks use 256 bytes and offloaded activations and pages in flight 128 bytes of a budget of 4096 bytes"
-    )
+    others = "offloaded activations and pages in flight 128 bytes of a budget of 4096 bytes"
+    assert host.usage_summary() == f"chunks use 256 bytes and {others}"
 
 
 def test_arena_is_no_larger_than_the_budget_and_may_be_smaller():
@@ -97,9 +96,8 @@ def test_a_second_arena_is_added_within_the_budget():
 def test_errors_state_the_missing_bytes_and_nothing_is_counted():
     host = tier(4096)
     chunk = chunk_on(host, 16)
-    with pytest.raises(
-        BudgetError, match=r"pages needs 4096 bytes on the host.*Raise host_memory by at least 2048 "
-    ) as caught:
+    needs = r"pages needs 4096 bytes on the host.*Raise host_memory by at least 2048 "
+    with pytest.raises(BudgetError, match=needs) as caught:
         host.allocate_block(4000, "pages")
     assert caught.value.short_bytes == 2048
     with pytest.raises(BudgetError, match="needs 4096 contiguous bytes"):

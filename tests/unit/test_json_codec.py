@@ -11,9 +11,8 @@ from sampling import draws
 
 from patrickstar._checkpoint import json_codec
 
-leaves = (
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5) | st.binary(max_size=5)
-)
+numbers = st.booleans() | st.integers() | st.floats(allow_nan=False)
+leaves = st.none() | numbers | st.text(max_size=5) | st.binary(max_size=5)
 data = st.recursive(
     leaves,
     lambda inner: (

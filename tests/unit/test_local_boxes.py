@@ -36,11 +36,8 @@ def shardings(draw):
     shape = draw(st.lists(st.integers(0, 7), min_size=1, max_size=3))
     mesh = draw(st.lists(st.integers(1, 4), max_size=3))
     placed = [(draw(st.integers(0, len(shape) - 1)), draw(st.sampled_from([1, 1, 2, 3]))) for _ in mesh]
-    coordinates = product(*map(range, mesh))
-    return shape, [
-        [MeshShard(dim, size, own, factor) for (dim, factor), size, own in zip(placed, mesh, each, strict=True)]
-        for each in coordinates
-    ]
+    processes = [zip(placed, mesh, coordinates, strict=True) for coordinates in product(*map(range, mesh))]
+    return shape, [[MeshShard(dim, size, own, factor) for (dim, factor), size, own in each] for each in processes]
 
 
 @given(shardings())

@@ -7,16 +7,8 @@ from hypothesis import strategies as st
 from sampling import fixed_draws
 from simulated_machines import CPU, NODE
 
-from patrickstar._perf_model.machine_spec import (
-    DiskDrive,
-    Gpu,
-    Host,
-    Links,
-    find_machine,
-    known_machines,
-    read_machine,
-    write_machine,
-)
+from patrickstar._perf_model import machine_spec as module
+from patrickstar._perf_model.machine_spec import Gpu, Host, Links, find_machine, read_machine, write_machine
 from patrickstar.errors import ConfigError
 
 given = fixed_draws(100)
@@ -56,16 +48,11 @@ def read(tmp_path, text):
     return read_machine(path)
 
 
-@pytest.mark.parametrize("name", known_machines())
+@pytest.mark.parametrize("name", module.known_machines())
 def test_packaged_specs_are_complete_and_cite_their_sources(name):
     machine = find_machine(name)
     assert machine.name == name
     assert len(machine.source) > 50
-
-
-def test_the_expected_specs_are_packaged():
-    expected = {"8xV100-32GB", "8xV100-32GB-120GB", "700-dollar-pc", "8xA100-40GB", "H200", "RTX4090-desktop"}
-    assert expected | {"8xA100-40GB-11TB", "DGX-2", "DGX-A100-80GB"} <= set(known_machines())
 
 
 def test_the_variant_differs_only_in_host_memory():
@@ -98,9 +85,8 @@ def test_a_user_file_is_read(tmp_path):
     assert machine.links.h2d == 12e9
     assert find_machine(str(tmp_path / "machine.toml")) == machine
     write_machine(machine.model_copy(update={"measured": True, "budgets": True}), tmp_path / "written.toml")
-    assert read_machine(tmp_path / "written.toml") == machine.model_copy(update={"budgets": True}), (
-        "not of this computer"
-    )
+    read_back = read_machine(tmp_path / "written.toml")
+    assert read_back == machine.model_copy(update={"budgets": True}), "not of this computer"
     with pytest.raises(ConfigError, match=r"written\.toml/machine\.toml cannot be written: File exists"):
         write_machine(machine, tmp_path / "written.toml" / "machine.toml")
 
@@ -186,7 +172,7 @@ def test_a_process_has_a_part_of_a_machine():
     assert part.host.update_bandwidth(1, 2) == CPU.host.update_bandwidth(2, 2) / 2
     assert part.transfer_rates(1) == (30, 20), "its cores copy"
     sockets = Host(memory=1, memory_bandwidth=800, cores=4, sockets=2, core_bandwidth=150)
-    links, disk = Links(h2d=50, d2h=40, gpu_gpu=100, shared_by=2), DiskDrive(capacity=100, read=8, write=4)
+    links, disk = Links(h2d=50, d2h=40, gpu_gpu=100, shared_by=2), module.DiskDrive(capacity=100, read=8, write=4)
     node = NODE.model_copy(update={"host": sockets, "links": links, "disk": disk})
     part = node.share(2)
     assert part.transfer_rates(1) == node.transfer_rates(2) == (25, 25)

@@ -7,14 +7,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from sampling import draws
 
-from patrickstar._checkpoint.manifest import (
-    Manifest,
-    ManifestFile,
-    ManifestTensor,
-    read_manifest,
-    read_sequence,
-    write_manifest,
-)
+from patrickstar._checkpoint import manifest as module
+from patrickstar._checkpoint.manifest import Manifest, ManifestFile, ManifestTensor
 
 box = st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 3), st.integers(0, 3))
 
@@ -46,5 +40,5 @@ def test_a_manifest_that_was_written_is_read_back(tmp_path):
     file = ManifestFile(name="rank-00000.safetensors", nbytes=4096, sums=["0" * 16])
     (tmp_path / file.name).write_bytes(bytes(4096))
     manifest = Manifest(processes=1, written_by="a test", page_bytes=4096, files=[file], tensors={"weight": tensor})
-    write_manifest(tmp_path, manifest, 7)
-    assert read_manifest(tmp_path) == manifest and read_sequence(tmp_path) == 7
+    module.write_manifest(tmp_path, manifest, 7)
+    assert module.read_manifest(tmp_path) == manifest and module.read_sequence(tmp_path) == 7

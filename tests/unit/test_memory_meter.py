@@ -16,9 +16,8 @@ TOLERANCE = 16 * MIB
 
 CPU = torch.device("cpu")
 
-resident = pytest.mark.skipif(
-    not os.access("/proc/self/clear_refs", os.W_OK), reason="this kernel keeps no resettable peak of resident memory"
-)
+unresettable = not os.access("/proc/self/clear_refs", os.W_OK)
+resident = pytest.mark.skipif(unresettable, reason="this kernel keeps no resettable peak of resident memory")
 
 
 def allocate() -> torch.Tensor:

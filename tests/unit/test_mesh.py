@@ -15,9 +15,8 @@ powers = st.integers(0, 4).map(lambda power: 1 << power)
 def meshes(draw):
     gpus, nodes = draw(powers), draw(powers)
     tp = draw(st.sampled_from([size for size in (1, 2, 4, 8, 16) if gpus % size == 0]))
-    ep = draw(
-        st.sampled_from([1, *(size for size in (2, 4, 8, 16, 32) if nodes * gpus % size == 0 and size % tp == 0)])
-    )
+    sizes = [size for size in (2, 4, 8, 16, 32) if nodes * gpus % size == 0 and size % tp == 0]
+    ep = draw(st.sampled_from([1, *sizes]))
     return Mesh(nodes, gpus, tp, ep, draw(st.sampled_from([size for size in (1, 2, 4, 8, 16) if nodes % size == 0])))
 
 
@@ -36,9 +35,8 @@ def test_groups_have_as_many_processes_as_share_the_parameters(mesh):
     ranks = members(mesh, 0)
     nodes = [rank // mesh.gpus for rank in ranks]
     replicas = [node // mesh.replica_nodes for node in nodes]
-    assert mesh.experts == DataParallelGroup(
-        replicas.count(0), len(set(replicas)), len({node for node in nodes if node < mesh.replica_nodes})
-    )
+    first = {node for node in nodes if node < mesh.replica_nodes}
+    assert mesh.experts == DataParallelGroup(replicas.count(0), len(set(replicas)), len(first))
     assert mesh.expert_nodes == len({rank // mesh.gpus for rank in range(mesh.ep)})
     # Processes with the same tokens are not in one group, or their gradients would be added twice.
     assert len({rank // mesh.tp for rank in ranks}) == len(ranks)

@@ -81,10 +81,9 @@ def test_the_module_of_a_refusal(checkpointed, in_backward, parameter, expected)
 def test_the_peak_is_that_of_the_last_step():
     model = Outer(False)
     trace = ModuleTrace(model)
-    hooks = [
-        model.blocks[index].register_forward_pre_hook(lambda *_, nbytes=nbytes: trace.note_operator(nbytes))
-        for index, nbytes in enumerate((5, 9, 9))
-    ]
+    hooks = []
+    for block, nbytes in zip(model.blocks, (5, 9, 9), strict=True):
+        hooks.append(block.register_forward_pre_hook(lambda *_, nbytes=nbytes: trace.note_operator(nbytes)))
     with trace.watch():
         model(torch.ones(1, 2))
     assert trace.peak_module == "module 'blocks.1' (Inner)"

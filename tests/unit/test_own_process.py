@@ -20,7 +20,6 @@ def test_interpreted_kernels_and_operators_without_vector_instructions_give_the_
         pytest.skip("Triton is not installed: pip install triton")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", selected, *FILES]
     command += ["--hypothesis-profile", NIGHTLY] if nightly() else []
-    result = subprocess.run(
-        command, cwd=Path(__file__).parent, env=os.environ | VARIABLES, capture_output=True, text=True
-    )
+    place = {"cwd": Path(__file__).parent, "env": os.environ | VARIABLES}
+    result = subprocess.run(command, **place, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-10000:] + result.stderr

@@ -53,6 +53,7 @@ works = st.builds(
     st.integers(10, 100),
     st.sampled_from([1024, 4096, 16384]),
 )
+RESOURCES = ["links.h2d", "gpu.memory", "gpu.matmul_tflops", "host.memory", "host.memory_bandwidth"]
 few = settings(max_examples=draws(25), deadline=None)
 
 
@@ -85,23 +86,11 @@ def test_all_bytes_are_placed_within_budget_and_the_busiest_channel_is_a_lower_b
 
 
 @few
-@given(
-    works,
-    machines,
-    st.sampled_from(
-        [
-            ("links", "h2d"),
-            ("gpu", "memory"),
-            ("gpu", "matmul_tflops"),
-            ("host", "memory"),
-            ("host", "memory_bandwidth"),
-        ]
-    ),
-)
+@given(works, machines, st.sampled_from(RESOURCES))
 def test_larger_memory_and_faster_hardware_are_never_slower(work, machine, resource):
     before = best(work, machine, 1)
     assume(before is not None)
-    part, name = resource
+    part, name = resource.split(".")
     after = best(work, changed(machine, part, **{name: 2 * getattr(getattr(machine, part), name)}), 1)
     assert after.bound_s <= before.bound_s * (1 + 1e-6)
     assert after.seconds <= before.seconds * (1 + 1e-6), "the pipeline's fill counts, too"
@@ -162,15 +151,9 @@ def test_no_shares_are_faster_than_the_chosen_ones(work, machine, processes):
     if least is not None:
         assert found.bound_s <= least * (1 + 1e-6)
     shares = found.shares
-    again = seconds_of(
-        work,
-        changed(machine, "host", memory=machine.host.memory + 1000),
-        processes,
-        shares.retained * (1 - 1e-6),
-        shares.resident * (1 - 1e-6),
-        shares.on_host,
-        shares.in_ram,
-    )
+    ample = changed(machine, "host", memory=machine.host.memory + 1000)
+    on_device = shares.retained * (1 - 1e-6), shares.resident * (1 - 1e-6)
+    again = seconds_of(work, ample, processes, *on_device, shares.on_host, shares.in_ram)
     if again is not None:
         assert again == pytest.approx(found.busiest.seconds, rel=1e-3), "the shares do not give the estimated time"
 
@@ -202,13 +185,7 @@ def test_the_missing_bytes_are_sufficient_and_minimal(work, machine, processes):
             assert not fits(work, with_more(tier, more - tolerance), Mesh(gpus=processes))
 
 
-V100 = Machine(
-    name="V100",
-    source="invented",
-    gpu=Gpu(count=1, memory="32GiB", matmul_tflops=100, memory_bandwidth="900GB"),
-    host=Host(memory="240GB", memory_bandwidth="100GB", cores=16),
-    links=Links(h2d="12GB", d2h="12GB"),
-)
+V100 = find_machine("8xV100-32GB")
 
 
 def test_batch_and_checkpointing_are_chosen_by_tokens_per_second():

@@ -81,14 +81,9 @@ def test_tiers_of_a_cluster_hold_all_model_data_within_their_capacity(gpt, tp, e
     assert step.device_bytes <= SERVER.gpu.memory and step.host_bytes <= SERVER.host.memory
     on_devices = 8 * (step.device_bytes - work.non_model_bytes - work.working_bytes)
     assert on_devices + step.host_bytes + step.disk_bytes == pytest.approx(8 * step.model_data_bytes, rel=1e-3)
-    copies = sum(
-        2 * params / group.shards
-        for params, group in ((work.params, mesh.dense), (work.experts.params if work.experts else 0, mesh.experts))
-        if group.replicas > 1
-    )
-    owned = work.params / mesh.batches
-    if work.experts is not None:
-        owned += work.experts.params / (mesh.experts.shards * mesh.experts.replicas)
+    parts = [(work.params, mesh.dense), (work.experts.params if work.experts else 0, mesh.experts)]
+    copies = sum(2 * params / group.shards for params, group in parts if group.replicas > 1)
+    owned = sum(params / (group.shards * group.replicas) for params, group in parts)
     assert step.model_data_bytes == pytest.approx(14 * owned + copies, abs=1)
 
 
@@ -125,11 +120,8 @@ def test_no_shares_of_a_cluster_are_faster_than_the_chosen_ones(layers, hidden, 
     gpt, mesh = Gpt(layers, 1024 * hidden, heads=16, sequence=1024), Mesh(nodes, 8)
     work = gpt_workload(gpt, 1, True, mesh)
     grid = np.linspace(0, 1, 6)
-    tried = [
-        copied_seconds(work, machine, mesh, copied, resident, on_host, in_ram)
-        for copied, resident, on_host, in_ram in product(grid, grid, grid, grid)
-        if resident + on_host <= 1
-    ]
+    possible = (shares for shares in product(grid, grid, grid, grid) if shares[1] + shares[2] <= 1)
+    tried = [copied_seconds(work, machine, mesh, *shares) for shares in possible]
     least = min((value for value in tried if value is not None), default=None)
     if not fits(work, machine, mesh):
         assert least is None, "it fits with some shares"
@@ -138,9 +130,8 @@ def test_no_shares_of_a_cluster_are_faster_than_the_chosen_ones(layers, hidden, 
     assert least is None or step.bound_s <= least * (1 + 1e-6)
     shares = step.shares
     ample = with_network(machine.network, memory=machine.host.memory + 10**6)
-    again = copied_seconds(
-        work, ample, mesh, shares.retained * (1 - 1e-6), shares.resident * (1 - 1e-6), shares.on_host, shares.in_ram
-    )
+    on_device = shares.retained * (1 - 1e-6), shares.resident * (1 - 1e-6)
+    again = copied_seconds(work, ample, mesh, *on_device, shares.on_host, shares.in_ram)
     if again is not None and not shares.paged:
         assert again == pytest.approx(step.busiest.seconds, rel=1e-3), "the shares do not give the estimated time"
 
@@ -178,9 +169,8 @@ def test_a_better_network_is_never_slower(gpt, ep, nodes, better):
 def test_messages_between_nodes_take_their_latency():
     mesh = Mesh(nodes=12, gpus=8)
     work = gpt_workload(PRESETS["gpt-12b"], 1, True, mesh)
-    steps = [
-        estimate(work, with_network(Network(bandwidth=25e9, latency_s=latency_s)), mesh) for latency_s in (0, 1e-3)
-    ]
+    networks = [Network(bandwidth=25e9, latency_s=latency_s) for latency_s in (0, 1e-3)]
+    steps = [estimate(work, with_network(network), mesh) for network in networks]
     layers = work.working_sets
     assert layers == math.ceil(4 * work.params / work.working_bytes) >= PRESETS["gpt-12b"].layers
     latencies = {name: seconds(steps[1])[name] - seconds(steps[0])[name] for name in ("between nodes", "coordination")}

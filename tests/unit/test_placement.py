@@ -5,18 +5,8 @@ from sampling import fixed_draws
 
 from patrickstar._layout.chunk_mapping import ChunkSpec
 from patrickstar._layout.schema import schema_for
-from patrickstar._schedule.placement import (
-    HOST,
-    WARM_UP_PERCENT,
-    Budgets,
-    ChunkTiers,
-    Tier,
-    disk_bytes,
-    embedding_runs_on_host,
-    home_tiers,
-    initial_placement,
-    margin_chunks,
-)
+from patrickstar._schedule import placement as module
+from patrickstar._schedule.placement import Budgets, ChunkTiers, Tier, disk_bytes, home_tiers, initial_placement
 
 given = fixed_draws(300)
 
@@ -60,9 +50,7 @@ def test_what_begins_on_a_tier_fits_it(chunks, device_share, host_share):
 
 
 @given(chunk_lists, shares, shares, shares)
-def test_the_disk_is_used_only_if_there_is_no_way_else_and_takes_no_more_than_it_has(
-    chunks, device_share, host_share, disk_share
-):
+def test_the_disk_is_used_only_if_need_be_and_takes_no_more_than_it_has(chunks, device_share, host_share, disk_share):
     total = sum(c.total_bytes for c in chunks)
     device, host, disk = int(device_share * total), int(host_share * total), int(disk_share * 2 * total)
     placement = initial_placement(chunks, Budgets(device, host, disk))
@@ -103,9 +91,9 @@ def test_with_a_host_for_everything_no_optimizer_chunk_begins_on_the_device(chun
     assert placement is not None
     assert {tiers.optimizer for tiers in placement.values()} == {Tier.HOST}
     warm = sum(c.compute_bytes for c in chunks if placement[c.index].compute is Tier.DEVICE)
-    assert warm <= device * WARM_UP_PERCENT // 100
+    assert warm <= device * module.WARM_UP_PERCENT // 100
     left_over = [c.compute_bytes for c in chunks if placement[c.index].compute is Tier.HOST]
-    assert all(warm + nbytes > device * WARM_UP_PERCENT // 100 for nbytes in left_over)
+    assert all(warm + nbytes > device * module.WARM_UP_PERCENT // 100 for nbytes in left_over)
 
 
 def test_where_chunks_begin_by_hand():
@@ -117,9 +105,8 @@ def test_where_chunks_begin_by_hand():
     chunks = [chunk(0, 64), chunk(1, 64), chunk(2, 64)]
     below = ChunkTiers(compute=Tier.DEVICE, optimizer=Tier.HOST)
     assert initial_placement(chunks, Budgets(480, 10_000)) == {0: below, 1: below, 2: below}
-    assert initial_placement(chunks, Budgets(479, 10_000)) == {0: below, 1: below, 2: HOST}, (
-        "80 % of 479 is less than three"
-    )
+    placed = initial_placement(chunks, Budgets(479, 10_000))
+    assert placed == {0: below, 1: below, 2: module.HOST}, "80 % of 479 is less than three"
     everything = ChunkTiers(compute=Tier.DEVICE, optimizer=Tier.DEVICE)
     assert initial_placement(chunks, Budgets(3 * 896, 0)) == {0: everything, 1: everything, 2: everything}
 
@@ -139,7 +126,7 @@ def test_where_chunks_begin_by_hand_if_there_is_a_disk():
 
 @given(chunk_lists, nbytes, st.booleans())
 def test_placed_chunks_fit_into_the_margin_and_no_other_would_have(chunks, chunkable, accumulates):
-    placed = margin_chunks(chunks, chunkable, accumulates=accumulates)
+    placed = module.margin_chunks(chunks, chunkable, accumulates=accumulates)
     margin = chunkable - sum(c.compute_bytes for c in chunks)
     assert placed == sorted(set(placed))
     for c in chunks:
@@ -154,7 +141,7 @@ def test_placed_chunks_fit_into_the_margin_and_no_other_would_have(chunks, chunk
 
 @given(chunk_lists, nbytes, nbytes, st.booleans())
 def test_optimizer_chunks_fill_the_margin_then_the_host_then_the_disk(chunks, chunkable, host, accumulates):
-    above = margin_chunks(chunks, chunkable, accumulates=accumulates)
+    above = module.margin_chunks(chunks, chunkable, accumulates=accumulates)
     found = home_tiers(chunks, above, host, accumulates=accumulates)
     assert list(found) == [c.index for c in chunks]
     needed = {c.index: c.optimizer_bytes + (4 * c.numel if accumulates and c.schema.trained else 0) for c in chunks}
@@ -168,10 +155,8 @@ def test_optimizer_chunks_fill_the_margin_then_the_host_then_the_disk(chunks, ch
 def test_optimizer_chunks_on_the_host_are_spread_over_the_layers_and_stay_if_it_grows(count, first, room, more):
     chunks = [chunk(index, 64) for index in range(count)]
     each = chunks[0].optimizer_bytes
-    hosts = [
-        {index for index, tier in home_tiers(chunks, (), room * each + add).items() if tier is Tier.HOST}
-        for add in (0, each - 1, more * each)
-    ]
+    found = [home_tiers(chunks, (), room * each + add) for add in (0, each - 1, more * each)]
+    hosts = [{index for index, tier in tiers.items() if tier is Tier.HOST} for tiers in found]
     assert len(hosts[0]) == min(count, room) and hosts[0] == hosts[1] <= hosts[2]
     part = len([index for index in hosts[0] if first <= index < first + 13])
     within = len(range(first, min(first + 13, count)))
@@ -181,5 +166,5 @@ def test_optimizer_chunks_on_the_host_are_spread_over_the_layers_and_stay_if_it_
 @given(nbytes, nbytes)
 def test_an_embedding_runs_where_fewer_bytes_move_and_on_the_device_if_they_are_equal(moved, output):
     """Its output is copied there, and its gradient back."""
-    assert embedding_runs_on_host(moved, output) is (2 * output < moved)
-    assert not embedding_runs_on_host(2 * output, output)
+    assert module.embedding_runs_on_host(moved, output) is (2 * output < moved)
+    assert not module.embedding_runs_on_host(2 * output, output)

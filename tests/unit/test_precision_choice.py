@@ -18,10 +18,6 @@ from patrickstar.errors import ConfigError
 CPU = torch.device("cpu")
 
 
-def never(*_):
-    raise AssertionError("measured")
-
-
 def choose(config=None, model=None, device=CPU):
     """Return the settled configuration and the text about the choice, if there was one."""
     said = []
@@ -57,7 +53,7 @@ def test_one_line_says_what_was_chosen_and_why(monkeypatch):
 
 
 def test_what_is_named_is_taken_without_measuring(monkeypatch):
-    monkeypatch.setattr(rates.MEASURED, never)
+    monkeypatch.setattr(rates.MEASURED, rates.never)
     for precision in ("bf16", "fp16", "fp32"):
         settled, said = choose(ps.Config(precision=precision))
         assert (settled.precision, said) == (precision, "")
@@ -65,7 +61,7 @@ def test_what_is_named_is_taken_without_measuring(monkeypatch):
 
 @pytest.mark.parametrize(("has_bf16", "precision"), [(True, "bf16"), (False, "fp16")])
 def test_a_gpu_trains_in_bf16_if_it_has_it(monkeypatch, has_bf16, precision):
-    monkeypatch.setattr(rates.MEASURED, never)
+    monkeypatch.setattr(rates.MEASURED, rates.never)
     gpu = SimpleNamespace(has_bf16=has_bf16, name="Tesla V100")
     monkeypatch.setattr("patrickstar._tiers.hardware.Hardware.new_accelerator", lambda device: gpu)
     settled, said = choose(device=torch.device("cuda", 0))
@@ -104,7 +100,7 @@ def test_a_function_is_described_without_memory(monkeypatch, build, widths):
 
 
 def test_a_model_that_mixes_dtypes_keeps_them(monkeypatch):
-    monkeypatch.setattr(rates.MEASURED, never)
+    monkeypatch.setattr(rates.MEASURED, rates.never)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).double())
     settled, said = choose(model=model)
     assert settled.precision == "bf16" and "mixes dtypes and keeps them" in said

@@ -38,9 +38,7 @@ limits = st.integers(0, 12)
 class Play:
     """Device with instantaneous transfers, which checks every decision and counts the fetched bytes."""
 
-    def __init__(
-        self, policy: PrefetchPolicy, nbytes: dict[int, int], budget_bytes: int, limit_bytes: int = 99
-    ) -> None:
+    def __init__(self, policy: PrefetchPolicy, nbytes: dict, budget_bytes: int, limit_bytes: int = 99) -> None:
         self.policy, self.trace, self.nbytes = policy, policy.trace, nbytes
         self.budget_bytes, self.limit_bytes = budget_bytes, limit_bytes
         self.present: set[int] = set()

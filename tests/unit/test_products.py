@@ -30,10 +30,8 @@ def step(products: list[Product] = PRODUCTS) -> StepTimeline:
 def test_a_slow_precision_is_named_with_what_would_help() -> None:
     """12 GFLOP in 9 s on 2 cores; in fp32 they would take 9 s * 0.8 / 58."""
     gain, rates, waits = advice(run_in("bf16", SLOW_BF16), step(), [])
-    assert (
-        gain
-        == 'precision="fp32": 1.12 s per step instead of 10.00 s (estimate; its products are 72.5 times faster here).'
-    )
+    said = 'precision="fp32": 1.12 s per step instead of 10.00 s (estimate; its products are 72.5 times faster here).'
+    assert gain == said
     assert "take 90% of the step, at 0.67 GFLOPS on each of 2 cores in bf16" in rates
     assert "58 GFLOPS in fp32 and 0.80 GFLOPS in bf16" in rates and "reaches 83% of its rate in bf16" in rates
     assert "The slowest is the backward of head.weight: 80% of the step, 0.50 GFLOPS." in rates

@@ -28,9 +28,8 @@ def test_replicas_are_the_smallest_that_fit_in_memory():
             candidate = replace(mesh, replica_nodes=nodes)
             assert fits(workloads(candidate)(1, True), diskless, candidate) is (nodes >= chosen.replica_nodes)
     small = PRESETS["gpt-1b"]
-    assert (
-        with_smallest_replicas(lambda mesh: partial(gpt_workload, small, mesh=mesh), SERVER, mesh, (True,), 1) == mesh
-    )
+    found = with_smallest_replicas(lambda mesh: partial(gpt_workload, small, mesh=mesh), SERVER, mesh, (True,), 1)
+    assert found == mesh
     tiny = diskless.model_copy(update={"host": SERVER.host.model_copy(update={"memory": 10**6})})
     assert with_smallest_replicas(workloads, tiny, mesh, (True,), 1) == mesh, "the error is that of the given mesh"
     on_disk = tiny.model_copy(update={"disk": SERVER.disk.model_copy(update={"capacity": 10**13})})

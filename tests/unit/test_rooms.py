@@ -1,7 +1,4 @@
-"""Lines of each room have a ceiling, today's figure: it only goes down. A room above it first loses something.
-
-A name stands for one class.
-"""
+"""Lines of each room have a ceiling, which only goes down: above it, a room first loses something. Names of classes."""
 
 import re
 from collections import Counter
@@ -52,7 +49,6 @@ def test_no_room_has_more_lines_than_its_ceiling():
 
 
 def test_no_two_classes_have_one_name():
-    names = Counter(
-        name for path in SRC.rglob("*.py") for name in re.findall(r"^class ([A-Z]\w*)", path.read_text(), re.M)
-    )
+    sources = "\n".join(path.read_text() for path in SRC.rglob("*.py"))
+    names = Counter(re.findall(r"^class ([A-Z]\w*)", sources, re.M))
     assert not [name for name, count in names.items() if count > 1]

@@ -25,12 +25,10 @@ def agree(store, size, late=()):
     """Let processes agree, as threads; those in `late` start when all others wait. Return the agreements, by rank."""
     agreements = [RosterAgreement(store, rank, size) for rank in range(size)]
     with ThreadPoolExecutor(size) as threads:
-        waiting = [threads.submit(agreements[rank].agree, WITHIN_S) for rank in range(size) if rank not in late]
-        while late and not all(
-            dist.PrefixStore("patrickstar/agreement", store).check([f"member/{rank}"])
-            for rank in range(size)
-            if rank not in late
-        ):
+        on_time = [rank for rank in range(size) if rank not in late]
+        waiting = [threads.submit(agreements[rank].agree, WITHIN_S) for rank in on_time]
+        listed = dist.PrefixStore("patrickstar/agreement", store)
+        while late and not all(listed.check([f"member/{rank}"]) for rank in on_time):
             time.sleep(0.001)
         assert not late or not any(future.done() for future in waiting)
         waiting += [threads.submit(agreements[rank].agree, WITHIN_S) for rank in late]

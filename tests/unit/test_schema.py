@@ -5,16 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from patrickstar._layout.schema import (
-    EXP_AVG,
-    EXP_AVG_SQ,
-    ITEMSIZE,
-    PARAM16,
-    PARAM32,
-    ListSpec,
-    ParamSchema,
-    schema_for,
-)
+from patrickstar._layout import schema
+from patrickstar._layout.schema import ITEMSIZE, PARAM16, PARAM32, ListSpec, ParamSchema, schema_for
 
 
 @pytest.mark.parametrize(
@@ -31,7 +23,7 @@ def test_bytes_per_parameter(dtype, trained_bytes, frozen_bytes):
 
 def test_a_trained_parameter_has_adams_four_lists_and_a_frozen_one_has_param16():
     trained, frozen = schema_for("bfloat16", trained=True), schema_for("bfloat16", trained=False)
-    assert [spec.kind for spec in trained.lists] == [PARAM16, PARAM32, EXP_AVG, EXP_AVG_SQ]
+    assert [spec.kind for spec in trained.lists] == [PARAM16, PARAM32, schema.EXP_AVG, schema.EXP_AVG_SQ]
     assert [spec.dtype for spec in trained.lists] == ["bfloat16", "float32", "float32", "float32"]
     assert trained.compute == trained.lists[0]
     assert trained.optimizer_lists == trained.lists[1:]
@@ -42,9 +34,8 @@ def test_a_trained_parameter_has_adams_four_lists_and_a_frozen_one_has_param16()
 
 
 def test_schemas_are_values_with_the_item_sizes_of_torch():
-    assert {dtype: ListSpec(PARAM16, dtype).itemsize for dtype in ITEMSIZE} == {
-        dtype: getattr(torch, dtype).itemsize for dtype in ITEMSIZE
-    }
+    for dtype in ITEMSIZE:
+        assert ListSpec(PARAM16, dtype).itemsize == getattr(torch, dtype).itemsize
     assert schema_for("bfloat16", trained=True) == schema_for("bfloat16", trained=True)
     assert len({schema_for(dtype, trained) for dtype in ITEMSIZE for trained in (True, False)}) == 2 * len(ITEMSIZE)
     with pytest.raises(dataclasses.FrozenInstanceError):

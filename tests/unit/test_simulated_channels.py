@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from patrickstar._dry_run.lanes import Interval, Wait
 from patrickstar._dry_run.simulated_channels import HostMemory, SimulatedChannel, SimulatedClock
 
-actions = st.lists(
-    st.tuples(st.sampled_from(["begin", "urgent", "wait", "prioritize", "compute"]), st.integers(0, 1000)), max_size=40
-)
+action = st.sampled_from(["begin", "urgent", "wait", "prioritize", "compute"])
+actions = st.lists(st.tuples(action, st.integers(0, 1000)), max_size=40)
 
 
 @given(actions)

@@ -31,9 +31,8 @@ def test_beside_updates_on_the_host_there_are_more_sets_within_a_twentieth_of_it
 
 
 def test_pages_of_lists_pass_through_buffers_and_come_back(tmp_path):
-    manager = ChunkManager(
-        torch.device("cpu"), 1 << 16, 1 << 20, poison=True, disk=DiskTier(SwapFile(tmp_path, 0), 4096)
-    )
+    disk = DiskTier(SwapFile(tmp_path, 0), 4096)
+    manager = ChunkManager(torch.device("cpu"), 1 << 16, 1 << 20, poison=True, disk=disk)
     numel = 3000  # three pages, the last one in part
     lists = [manager.new_chunk(kind, 0, numel, "float32", Tier.HOST) for kind in ("param32", "exp_avg")]
     for value, chunk in enumerate(lists):

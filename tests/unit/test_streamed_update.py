@@ -2,10 +2,11 @@
 
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -46,26 +47,11 @@ def on_device(one):
     return replace(one, param=above, grad=Gradient(above, one.grad.accumulated))
 
 
-class ImmediateAccelerator:
-    """Accelerator whose copies are done at once."""
-
-    def new_stream(self) -> None:
-        pass
-
-    def enter_worker(self) -> None:
-        pass
-
-    def record(self) -> SimpleNamespace:
-        return SimpleNamespace(query=lambda: True)
-
-    @contextmanager
-    def use(self, stream: None, *, after_current: bool = True):
-        yield
-
-    def order(self, event: SimpleNamespace) -> None:
-        pass
-
-    wait = order
+def immediate_accelerator() -> Mock:
+    """Return an accelerator whose copies are done at once."""
+    event = SimpleNamespace(query=lambda: True)
+    methods = ["new_stream", "enter_worker", "record", "use", "order", "wait"]
+    return Mock(methods, record=lambda: event, use=lambda stream, **_: nullcontext())
 
 
 @pytest.fixture
@@ -82,7 +68,7 @@ def test_an_update_in_pieces_has_the_bits_of_an_update_in_place(monkeypatch, hos
     expected, found = span(numel, earlier), span(numel, earlier)
     kernels.update([expected], (0.5,))
     nbytes = buffer_bytes(numel, found.param.itemsize, by_pages=True)
-    streamed = StreamedUpdates(kernels, ImmediateAccelerator(), host_tier, nbytes)
+    streamed = StreamedUpdates(kernels, immediate_accelerator(), host_tier, nbytes)
     streamed.submit([on_device(found)], (0.5,), []).wait()
     streamed.close()
     expected, found = ([one.param, one.master, *one.states] for one in (expected, found))
@@ -97,7 +83,7 @@ def test_neighbours_in_a_chunk_are_one_piece(monkeypatch, host_tier):
     parts = [slice(0, 100), slice(128, 384), slice(512, 520)]  # between the last two is one without a gradient
     expected, found = span(5 * ALIGN_NUMEL), span(5 * ALIGN_NUMEL)
     kernels.update([expected.page(part) for part in parts], ())
-    streamed = StreamedUpdates(kernels, ImmediateAccelerator(), host_tier, BUFFERS * 2 * PIECE_NUMEL)
+    streamed = StreamedUpdates(kernels, immediate_accelerator(), host_tier, BUFFERS * 2 * PIECE_NUMEL)
     streamed.submit([on_device(found.page(part)) for part in parts], (), []).wait()
     streamed.close()
     assert kernels.notes.count("start") == 2
@@ -139,7 +125,7 @@ def test_the_kernel_has_its_next_piece_before_it_ends_one(monkeypatch, host_tier
     monkeypatch.setattr("patrickstar._step.streamed_update.PIECE_NUMEL", 64)
     kernels, pieces = NotedKernels(), 9
     nbytes = buffer_bytes(64 * pieces, 2, by_pages=True)
-    streamed = NotedCopies(kernels, ImmediateAccelerator(), host_tier, nbytes)
+    streamed = NotedCopies(kernels, immediate_accelerator(), host_tier, nbytes)
     updates = [streamed.submit([on_device(span(64 * pieces))], (), []) for _ in range(2)]
     until = time.monotonic() + 20
     while (begun := list(kernels.notes)).count("copy") < BUFFERS or begun.count("start") < IN_KERNEL:

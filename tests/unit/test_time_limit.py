@@ -2,10 +2,7 @@
 
 import math
 
-import pytest
-
 from patrickstar._cli.time_limit import TimeLimit
-from patrickstar.errors import ConfigError
 
 
 def test_a_run_ends_before_a_step_that_would_not_fit_and_never_without_a_limit():
@@ -17,9 +14,3 @@ def test_a_run_ends_before_a_step_that_would_not_fit_and_never_without_a_limit()
     now[0] += 60
     assert limit.left_s == -40 and limit.is_due(0.0)
     assert TimeLimit(None).left_s == math.inf and not TimeLimit(None).is_due(1e9)
-
-
-@pytest.mark.parametrize("minutes", [0.0, -1.0, math.nan, math.inf])
-def test_a_limit_is_a_positive_number(minutes):
-    with pytest.raises(ConfigError, match=f"--minutes {minutes:g} is not a positive number of minutes"):
-        TimeLimit(minutes)

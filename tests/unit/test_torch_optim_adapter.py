@@ -219,9 +219,8 @@ def test_a_learning_rate_that_changes_is_followed():
 def test_a_state_that_only_one_group_has_is_refused_by_name():
     ours = Chunks(TORCH.SGD, {}, [torch.ones(40)])
     ours.group = ours.group | {"momentum": 0.9}
-    with pytest.raises(
-        ConfigError, match=r"SGD created the state 'momentum_buffer' of shape \(40,\).*all param groups"
-    ):
+    says = r"SGD created the state 'momentum_buffer' of shape \(40,\).*all param groups"
+    with pytest.raises(ConfigError, match=says):
         ours.step([torch.ones(40)])
 
 

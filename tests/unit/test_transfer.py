@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from patrickstar._distributed.chunk_comm import PendingReduction
 from patrickstar._distributed.gloo_collectives import CollectiveTransfer
@@ -10,20 +11,8 @@ from patrickstar._dry_run.simulated_channels import SimulatedChannel, SimulatedC
 from patrickstar._hardware.transfer import CompletedTransfer, Transfer
 from patrickstar._hardware.worker_pool import WorkerPool
 from patrickstar._schedule.coordination import Agreement
+from patrickstar._tiers.chunk import Chunk
 from patrickstar._tiers.copy_streams import StreamTransfer
-
-
-class Event:
-    """Fake CUDA event that completes when it is waited for."""
-
-    def __init__(self) -> None:
-        self.ended = False
-
-    def query(self) -> bool:
-        return self.ended
-
-    def synchronize(self) -> None:
-        self.ended = True
 
 
 class ChunkComm:
@@ -45,18 +34,10 @@ class ChunkComm:
         self.reduction_of[0].collective = CompletedTransfer("nothing")
 
 
-class Chunk:
-    """Fake chunk with the attributes that a reduction reads."""
-
-    index = 7
-
-    def __repr__(self) -> str:
-        return "param16[7]"
-
-
 def on_a_stream() -> Transfer:
-    accelerator = SimpleNamespace(wait=lambda event: event.synchronize())
-    return StreamTransfer(accelerator, Event(), "param16[7]")
+    event = SimpleNamespace(ended=False, query=lambda: event.ended)
+    accelerator = SimpleNamespace(wait=lambda event: vars(event).update(ended=True))
+    return StreamTransfer(accelerator, event, "param16[7]")
 
 
 def on_a_thread() -> Transfer:
@@ -76,7 +57,8 @@ def of_a_collective() -> Transfer:
 
 def of_gradients() -> Transfer:
     reductions: list[PendingReduction] = []
-    reductions.append(PendingReduction(ChunkComm(reductions), Chunk()))
+    chunk = Chunk("param16", 7, 4, "float32", torch.device("cpu"))
+    reductions.append(PendingReduction(ChunkComm(reductions), chunk))
     return reductions[0]
 
 

@@ -14,31 +14,16 @@ import patrickstar._kernels
 from patrickstar._kernels import triton_backend
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.eager_backend import EagerBackend
-from patrickstar._kernels.update_rule import Gradient, Rule, Span
+from patrickstar._kernels.update_rule import Rule, Span
 
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="Triton is not installed: pip install triton"
-)
-
-
-class NoDevice:
-    """Triton driver of an absent GPU, sufficient for compiling."""
-
-    def get_current_target(self):
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self):
-        return -1  # keeps kernels of real devices out of the cache
-
-    def get_current_stream(self, device):
-        return 0
+no_triton = importlib.util.find_spec("triton") is None
+needs_triton = pytest.mark.skipif(no_triton, reason="Triton is not installed: pip install triton")
 
 
 @pytest.fixture
 def compiled(monkeypatch, tmp_path):
     """Return the backend and the list of its compiled kernels; none is launched."""
+    from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -53,14 +38,14 @@ def compiled(monkeypatch, tmp_path):
             results.append(run(*args, **{**options, "warmup": True}))
 
         monkeypatch.setattr(kernel, "run", compile_only)
-    monkeypatch.setattr(driver, "_active", NoDevice())
+    absent = SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 90, 32), get_current_stream=lambda device: 0)
+    absent.get_current_device = lambda: -1  # keeps kernels of real devices out of the cache
+    monkeypatch.setattr(driver, "_active", absent)
     return backend, results
 
 
 def span(rule: Rule, dtype: torch.dtype = torch.bfloat16, numel: int = 64) -> Span:
-    param = torch.zeros(numel, dtype=dtype)
-    states = tuple(torch.zeros(numel, dtype=kernel_cases.state_dtype(rule)) for _ in rule.kinds)
-    return Span(param, Gradient(param, torch.zeros(numel)), torch.zeros(numel), states, rule)
+    return kernel_cases.Lists.drawn(rule, numel, grad=dtype, accumulated=True).span()
 
 
 def operations(kernel) -> set[str]:
@@ -78,9 +63,8 @@ def test_compiled_kernels_round_every_operation(compiled):
     backend.grad_stats([item.grad for item in spans[-4:]], (0.5, 0.3))
     assert len(results) == len(spans) + 1 + 2 * 2  # statistics of two dtypes
     for kernel in results:
-        arithmetic = {
-            name for name in operations(kernel) if re.match(r"(add|sub|mul|div|sqrt|fma|mad)\..*f(32|64)", name)
-        }
+        floating = re.compile(r"(add|sub|mul|div|sqrt|fma|mad)\..*f(32|64)")
+        arithmetic = set(filter(floating.match, operations(kernel)))
         # Contracted, approximate and flushing operations have different names.
         rounded = {f"{name}.rn.f{bits}" for name in ("add", "sub", "mul", "div", "sqrt") for bits in (32, 64)}
         assert arithmetic and arithmetic <= rounded

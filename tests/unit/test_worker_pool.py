@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -85,11 +86,10 @@ def test_threads_start_with_first_job_and_own_aligned_buffers():
 @settings(max_examples=draws(20), deadline=None)
 @given(threads=st.integers(1, 4), counts=st.lists(st.tuples(st.integers(0, 9), st.booleans()), max_size=6))
 def test_every_job_runs_once(threads, counts):
-    pool, ran = WorkerPool(threads, "counts", 4096), []
-    transfers = [
-        pool.submit([lambda _, key=(n, k): ran.append(key) for k in range(count)], f"chunk {n}", urgent=urgent)
-        for n, (count, urgent) in enumerate(counts)
-    ]
+    pool, ran, transfers = WorkerPool(threads, "counts", 4096), [], []
+    for n, (count, urgent) in enumerate(counts):
+        jobs = [lambda _, key=(n, k): ran.append(key) for k in range(count)]
+        transfers.append(pool.submit(jobs, f"chunk {n}", urgent=urgent))
     for transfer in transfers:
         transfer.wait()
     assert sorted(ran) == [(n, k) for n, (count, _) in enumerate(counts) for k in range(count)]
@@ -137,12 +137,8 @@ def test_an_awaited_transfer_lets_others_go_first_until_it_is_ready(pool):
 @pytest.mark.parametrize("kind", [OSError, SystemExit, KeyboardInterrupt])
 def test_first_error_is_raised_at_every_wait_and_cancels_later_jobs(pool, kind):
     gate, ran, error = Gate(), [], kind("the disk burns")
-
-    def fail(stage: torch.Tensor) -> None:
-        raise error
-
     blocked = pool.submit([gate], "gate")
-    failing = pool.submit([ran.append, fail, ran.append], "exp_avg[3]")
+    failing = pool.submit([ran.append, Mock(side_effect=error), ran.append], "exp_avg[3]")
     after = pool.submit([ran.append], "exp_avg[4]")
     gate.opened.set()
     for _ in range(2):

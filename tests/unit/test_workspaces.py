@@ -1,6 +1,7 @@
 """Test the measurement of cuBLAS workspaces against a fake of PyTorch's CUDA calls."""
 
 import threading
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -77,10 +78,7 @@ def test_workspace_size_follows_pytorchs_rule(monkeypatch, config, lt_kib, major
 
 
 def test_full_device_is_a_budget_error(fake_cuda: FakeCuda, monkeypatch):
-    def full(*size, **options):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(torch, "ones", full)
+    monkeypatch.setattr(torch, "ones", Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory")))
     with pytest.raises(BudgetError, match=r"cuda:1 has no memory left for the workspaces"):
         Hardware(SECOND).library_bytes(torch.bfloat16)
 

@@ -28,12 +28,10 @@ def test_pytorch_runs_without_vector_instructions():
     assert torch.backends.cpu.get_cpu_capability() == "DEFAULT"
 
 
-def drawn(shapes, generator, magnitude=4.0):
+def drawn(shapes, generator):
     """Numbers of all magnitudes, some of them zeros of either sign."""
-    values = [
-        torch.randn(shape, generator=generator) * torch.exp(magnitude * torch.randn(shape, generator=generator))
-        for shape in shapes
-    ]
+    normal = [(torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)) for shape in shapes]
+    values = [one * torch.exp(4 * other) for one, other in normal]
     return [value * (torch.rand(value.shape, generator=generator) < 0.95) for value in values]
 
 
