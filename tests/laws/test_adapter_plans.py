@@ -5,9 +5,8 @@ from dataclasses import dataclass
 
 import pytest
 from adapter_plans import DTYPES, sample, with_adapters
-from hypothesis import given, settings
 from hypothesis import strategies as st
-from sampling import nightly
+from sampling import drawn
 from torch import nn
 from transformers import LlamaConfig
 from transformers.utils import logging
@@ -134,8 +133,7 @@ def _no_avx512_kernels(monkeypatch):
 
 
 @pytest.mark.long("a draw is traced, dry-run with measured operators, and trained")
-@settings(max_examples=20 if nightly() else 1, deadline=None, print_blob=True)
-@given(settled)
+@drawn(20, settled, fast=1)
 def test_a_plan_of_adapters_has_the_bytes_of_a_run(tmp_path_factory, draw):
     model, batch = draw.build(), sample(draw.batch, draw.sequence, VOCABULARY)
     try:

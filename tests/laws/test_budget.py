@@ -7,10 +7,9 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from probes import after_allocations, set_ram
-from sampling import draws
+from sampling import drawn
 from seeded import engine_of
 from toys import Shape, batches, inputs, layers, mean_square, train
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -70,8 +69,7 @@ class Watched(ChunkManager):
             assert device.page_pool.mapped_bytes <= device.chunkable_bytes + pages + mmap.PAGESIZE
 
 
-@settings(max_examples=draws(25), deadline=None, print_blob=True)
-@given(shapes, chunk_sizes, precisions, st.integers(0, 16000), st.integers(0, 12000), st.integers(0, 8000))
+@drawn(25, shapes, chunk_sizes, precisions, st.integers(0, 16000), st.integers(0, 12000), st.integers(0, 8000))
 def test_both_budgets_hold_at_every_moment(shape, chunk_size, precision, spare_bytes, wave_bytes, host_spare_bytes):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("patrickstar._engine.core.ChunkManager", Watched)
@@ -106,8 +104,7 @@ def test_the_measured_process_stays_within_its_budget():
     run_elsewhere(check_measured_process)
 
 
-@settings(max_examples=draws(25), deadline=None, print_blob=True)
-@given(shapes, st.sampled_from([64, 256, 700]), precisions, st.floats(0.05, 1.5))
+@drawn(25, shapes, st.sampled_from([64, 256, 700]), precisions, st.floats(0.05, 1.5))
 def test_the_smallest_budgets_named_do_work(shape, chunk_size, precision, share):
     """Whatever device budget is asked for, a host of one byte is refused; train with what the error names."""
     layout = Engine(shape.build, config(precision, chunk_size)).layout

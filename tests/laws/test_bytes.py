@@ -5,8 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
-from sampling import draws
+from sampling import drawn
 from torch import nn
 from toys import Shape, batches, inputs, layers, mean_square, module, train
 from transformers import GPT2LMHeadModel
@@ -23,8 +22,7 @@ from .models import check_alignment, chunk_sizes, config, precisions, shapes
 PLENTY = 1 << 24
 
 
-@settings(max_examples=draws(20), deadline=None, print_blob=True)
-@given(shapes, chunk_sizes, precisions)
+@drawn(20, shapes, chunk_sizes, precisions)
 def test_model_data_per_parameter_and_peaks_when_everything_fits(shape, chunk_size, precision):
     """Warm-up: `param16` on the device, optimizer lists on the host. Then all on the device, without duplicates."""
     engine = Engine(shape.build, config(precision, chunk_size, device_memory=PLENTY), meter=NoMeter())

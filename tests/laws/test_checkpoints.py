@@ -10,9 +10,9 @@ import time
 import numpy
 import pytest
 import torch
-from hypothesis import given, reject, settings
+from hypothesis import reject
 from hypothesis import strategies as st
-from sampling import draws, nightly
+from sampling import drawn
 from seeded import engine_of
 from torch.optim.lr_scheduler import LambdaLR
 from toys import batches
@@ -101,8 +101,8 @@ def disk_behavior(how):
         yield
 
 
-@settings(max_examples=draws(25), deadline=None, print_blob=True)
-@given(
+@drawn(
+    25,
     shape=shapes,
     precision=precisions,
     loop=loops,
@@ -152,8 +152,8 @@ def check_resume(checkpoint, first, second, steps, how="wait", **loop):
     gc.collect()
 
 
-@settings(max_examples=12 if nightly() else 2, deadline=None, print_blob=True)
-@given(
+@drawn(
+    12,
     shape=tiers.wide_shapes,
     precision=precisions,
     loop=loops,
@@ -161,6 +161,7 @@ def check_resume(checkpoint, first, second, steps, how="wait", **loop):
     rooms=st.tuples(tiers.rooms, tiers.rooms),
     on_disk=st.sampled_from([(True, True), (True, False), (False, True)]),
     how=st.sampled_from(["wait", "beside", "beside, no room", "beside, lags"]),
+    fast=2,
 )
 def test_states_on_disk(folder, shape, precision, loop, chunk_sizes, rooms, on_disk, how):
     if precision == "fp16":

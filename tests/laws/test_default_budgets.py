@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from probes import set_ram
-from sampling import draws, nightly
+from sampling import draws, fixed_draws, nightly
 from test_feasibility import budgets, refusal, shares
 from torch import nn
 from toys import mean_square, train
@@ -143,8 +143,7 @@ def test_every_setting_that_a_refusal_names_suffices_beside_open_budgets(first, 
                 assert draw.train(device_memory=nbytes), f"seed {seed - 1}: {nbytes} suffice: {message}"
 
 
-@settings(derandomize=True, deadline=None, max_examples=draws(50))
-@given(st.lists(st.integers(1, 32), min_size=2, max_size=7), shares, shares)
+@fixed_draws(50)(st.lists(st.integers(1, 32), min_size=2, max_size=7), shares, shares)
 def test_any_budgets_that_pass_the_check_can_be_trained_with(widths, device_share, host_share):
     """Train a chain of layers, each in its own chunk."""
     schema, pairs = schema_for("bfloat16", trained=True), list(pairwise(widths))

@@ -10,9 +10,8 @@ import fixed_machine
 import pytest
 import simulated_machines
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
-from sampling import draws
+from sampling import drawn
 from seeded import engine_of, run_step
 from simulated_machines import DESKTOP
 from torch import nn
@@ -65,23 +64,20 @@ def compare(build, options, **hooks):
         assert max(report.stats.device_peak_model_bytes, last.device_peak_model_bytes) <= options.device_memory
 
 
-@settings(max_examples=draws(10), deadline=None, print_blob=True)
-@given(shapes, st.sampled_from([1000, 9000, "auto"]), st.sampled_from(["bf16", "fp32"]), st.integers(0, 4000))
+@drawn(10, shapes, st.sampled_from([1000, 9000, "auto"]), st.sampled_from(["bf16", "fp32"]), st.integers(0, 4000))
 def test_without_a_disk_bytes_equal_those_of_a_run(shape, chunk_size, precision, spare_bytes):
     """fp16 is excluded: its first steps overflow and update nothing."""
     device = smallest_device_bytes(shape, chunk_size, precision) + spare_bytes
     compare(shape.build, config(precision, chunk_size, device_memory=device, host_memory=1 << 30))
 
 
-@settings(max_examples=draws(8), deadline=None, print_blob=True)
-@given(wide_shapes, st.sampled_from([1000, 9000, 40000]), rooms)
+@drawn(8, wide_shapes, st.sampled_from([1000, 9000, 40000]), rooms)
 def test_with_a_disk_bytes_equal_those_of_a_run(tmp_path_factory, shape, chunk_size, room):
     options_ = on_disk(shape.build, options("bf16", chunk_size), tmp_path_factory.mktemp("disk"), batches(1)[0], room)
     compare(shape.build, options_, page_bytes=4096)
 
 
-@settings(max_examples=draws(10), deadline=None, print_blob=True)
-@given(shapes, st.sampled_from([1000, 9000, "auto"]), st.integers(32_000, 100_000))
+@drawn(10, shapes, st.sampled_from([1000, 9000, "auto"]), st.integers(32_000, 100_000))
 def test_tiers_stay_within_budget_and_channel_bytes_match_the_stats(shape, chunk_size, spare_bytes):
     def step(engine):
         steps(engine, 1)
@@ -105,8 +101,7 @@ def test_tiers_stay_within_budget_and_channel_bytes_match_the_stats(shape, chunk
     assert report.compute_s <= report.seconds * (1 + 1e-9)
 
 
-@settings(max_examples=draws(15), deadline=None, print_blob=True)
-@given(st.integers(4, 12), st.floats(0.5, 1.5), st.floats(1.0, 2.0), st.booleans())
+@drawn(15, st.integers(4, 12), st.floats(0.5, 1.5), st.floats(1.0, 2.0), st.booleans())
 def test_no_plan_transfers_less_than_the_lower_bound(count, device, host, in_backward):
     """Run a chain of layers on a simulated GPU, with and without updates in backward."""
     width = 256

@@ -4,9 +4,8 @@ import functools
 
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
-from sampling import draws
+from sampling import drawn
 from seeded import engine_of
 from toys import layers, mean_square, train
 
@@ -25,8 +24,7 @@ SCHEDULE_FREE = ps.ScheduleFreeAdamW(**OPTIONS)
 LOOPS = [{}, {"max_norm": 0.1}, {"accumulation": 2}]
 
 
-@settings(max_examples=draws(20), deadline=None, print_blob=True)
-@given(st.sampled_from([EIGHT_BIT, SCHEDULE_FREE]), precisions, chunk_sizes, rooms, st.sampled_from(LOOPS))
+@drawn(20, st.sampled_from([EIGHT_BIT, SCHEDULE_FREE]), precisions, chunk_sizes, rooms, st.sampled_from(LOOPS))
 def test_states_on_any_tier(tmp_path_factory, optimizer, precision, chunk_size, room, loop):
     config = options(precision, chunk_size, optimizer=optimizer)
     config = on_disk(many_blocks, config, tmp_path_factory.mktemp("swap"), inputs(1)[0], room)
@@ -62,8 +60,7 @@ def test_states_are_loaded_as_they_are_and_not_from_adamw():
         assert_same_bits(states["8 bits"]["state"][position], state, "states")
 
 
-@settings(max_examples=draws(50), deadline=None)
-@given(st.floats(2.0**-60, 2.0**12), st.integers(0, 1 << 30))
+@drawn(50, st.floats(2.0**-60, 2.0**12), st.integers(0, 1 << 30))
 def test_rounding_has_the_exact_mean(value, seed):
     generator = torch.Generator().manual_seed(seed)
     random = torch.randint(1 << SQUARE_SHIFT, (20_000,), dtype=torch.int32, generator=generator)

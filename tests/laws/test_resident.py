@@ -4,9 +4,8 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
-from sampling import draws
+from sampling import drawn
 from seeded import compared, reference_of
 from torch import nn
 from torch.nn import functional as F
@@ -25,8 +24,7 @@ two_layers, three_layers, four_layers = (partial(layers, 8, count) for count in 
 small_linear = partial(nn.Linear, 8, 8)
 
 
-@settings(max_examples=draws(40), deadline=None, print_blob=True)
-@given(shapes, precisions, st.integers(1, 3), st.sampled_from([None, 0.1]), st.booleans())
+@drawn(40, shapes, precisions, st.integers(1, 3), st.sampled_from([None, 0.1]), st.booleans())
 def test_results_are_those_of_plain_pytorch(shape, precision, accumulation, max_norm, update):
     update = update and precision != "fp16" and max_norm is None
     options = config(precision, 256, device_memory=PLENTY)

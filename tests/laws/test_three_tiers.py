@@ -5,10 +5,10 @@ import gc
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume
 from hypothesis import strategies as st
 from probes import after_operators, manager_of
-from sampling import draws, nightly
+from sampling import drawn
 from seeded import reference_of
 from torch import nn
 from toys import Shape, batches, mean_square, module, train
@@ -29,8 +29,7 @@ loops = st.sampled_from(
 )
 
 
-@settings(max_examples=310 if nightly() else 3, deadline=None, print_blob=True)
-@given(wide_shapes, tiers.chunk_sizes, precisions, rooms, loops, st.booleans())
+@drawn(310, wide_shapes, tiers.chunk_sizes, precisions, rooms, loops, st.booleans(), fast=3)
 def test_exactness(folder, shape, chunk_size, precision, room, loop, checksums):
     assume(precision != "fp16" or "update" not in loop)
     config = on_disk(shape.build, options(precision, chunk_size), folder, batches(1)[0], room)
@@ -155,8 +154,7 @@ def check_budgets(manager, *newcomers):
         assert file.used_bytes <= file.nbytes <= (file.capacity_bytes or file.nbytes)
 
 
-@settings(max_examples=draws(8), deadline=None, print_blob=True)
-@given(wide_shapes, tiers.chunk_sizes, precisions, rooms, st.integers(0, 3000), loops)
+@drawn(8, wide_shapes, tiers.chunk_sizes, precisions, rooms, st.integers(0, 3000), loops)
 def test_all_budgets_hold_at_every_moment(folder, shape, chunk_size, precision, room, wave_bytes, loop):
     assume(precision != "fp16" or "update" not in loop)
     with pytest.MonkeyPatch.context() as patch:
@@ -181,8 +179,7 @@ def test_all_budgets_hold_at_every_moment(folder, shape, chunk_size, precision, 
 # Ownership and leaks
 
 
-@settings(max_examples=draws(5), deadline=None, print_blob=True)
-@given(wide_shapes, tiers.chunk_sizes, rooms)
+@drawn(5, wide_shapes, tiers.chunk_sizes, rooms)
 def test_every_chunk_has_a_valid_copy_and_duplicates_agree_after_every_operator(folder, shape, chunk_size, room):
     config = on_disk(shape.build, options("bf16", chunk_size), folder, batches(1)[0], room)
     with contextlib.closing(small_engine(shape.build, config, evict_everything=room.evict_everything)) as engine:

@@ -5,9 +5,8 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
-from sampling import nightly
+from sampling import drawn
 from seeded import assert_same_model
 from toys import train
 from transformers.optimization import Adafactor
@@ -29,16 +28,14 @@ names = st.sampled_from(sorted(OPTIMIZERS))
 loops = st.sampled_from([{}, {"update": True}, {"max_norm": 0.1}, {"accumulation": 2}])
 
 
-@settings(max_examples=30 if nightly() else 4, deadline=None)
-@given(names, precisions, chunk_sizes, loops)
+@drawn(30, names, precisions, chunk_sizes, loops, fast=4)
 def test_everything_evicted(name, precision, chunk_size, loop):
     loop = {} if precision == "fp16" and "update" in loop else loop
     config = options(precision, chunk_size, optimizer=OPTIMIZERS[name])
     testing.compare(Model, config, lambda trainer, optimizer: train(trainer, inputs(4), **loop))
 
 
-@settings(max_examples=30 if nightly() else 4, deadline=None)
-@given(names, precisions, chunk_sizes, loops, rooms)
+@drawn(30, names, precisions, chunk_sizes, loops, rooms, fast=4)
 def test_states_on_disk(tmp_path_factory, name, precision, chunk_size, loop, room):
     loop = {} if precision == "fp16" and "update" in loop else loop
     folder = tmp_path_factory.mktemp("disk")
