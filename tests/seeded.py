@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from toys import mean_square
+from toys import mean_square, update
 
 import patrickstar as ps
 from patrickstar import testing
@@ -54,6 +54,4 @@ def compare(*args: Any, **hooks: Any) -> ps.StepStats:
 
 def run_step(trainer: Any, batch: Any, **options: Any) -> None:
     """Run one step, and wait for nothing."""
-    trainer.backward(mean_square(trainer(*batch)), **options)
-    trainer.optimizer.step()
-    trainer.optimizer.zero_grad()
+    update(trainer, mean_square(trainer(*batch)), **options)

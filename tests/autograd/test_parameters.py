@@ -5,11 +5,11 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.utils import parametrizations
-from toys import mean_square, module
+from toys import mean_square, module, update
 
 from patrickstar import testing
 
-from .zoo import WIDTH, Stack, assert_blocks_exact, linear, normal_batches, small_chunks, train, trains, update, weight
+from .zoo import WIDTH, Stack, assert_blocks_exact, linear, normal_batches, small_chunks, train, trains, weight
 
 
 def mixed_dtypes(m, x):
@@ -181,7 +181,7 @@ def test_everything_frozen_but_one_parameter_at_a_time(trainer, optimizer):
     for step, (x,) in enumerate(normal_batches(4)):
         for index, block in enumerate(trainer.module.blocks):
             block.requires_grad_(index == step % 2)
-        yield update(trainer, optimizer, mean_square(trainer(x)))
+        yield update(trainer, mean_square(trainer(x)))
 
 
 @pytest.mark.parametrize("chunk_bytes", [64, 256, 1024, 65536, "auto"])

@@ -16,10 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from toys import Shape, train
 
 import patrickstar as ps
-from patrickstar import testing
 from patrickstar._distributed import gloo_collectives
 from patrickstar._distributed.process_group import World
-from patrickstar._engine.engine import Engine
 
 from . import ranks
 from .reference import AveragingTrainer
@@ -75,16 +73,16 @@ def compare(
     torch.manual_seed(100 * seed + world.rank)
     expected = script(reference)
     torch.manual_seed(seed)
-    engine = Engine(build, config, poison=True, world=world, **options)
+    engine = ps.Engine(build, config, poison=True, world=world, **options)
     torch.manual_seed(100 * seed + world.rank)
     found = script(engine)
     check_alignment(engine)
-    testing.assert_same_bits(expected, found, "results of the script")
-    testing.assert_same_bits(reference.state_dict(), engine.state_dict(), "parameters and buffers")
-    testing._assert_same_states(reference.optimizer.state_dict(), engine.optimizer.state_dict())
+    ps.testing.assert_same_bits(expected, found, "results of the script")
+    ps.testing.assert_same_bits(reference.state_dict(), engine.state_dict(), "parameters and buffers")
+    ps.testing._assert_same_states(reference.optimizer.state_dict(), engine.optimizer.state_dict())
     engine.close()
     state = {name: value.detach() for name, value in engine.module.state_dict().items()}
-    testing.assert_same_bits(reference.state_dict(), state, "parameters and buffers after closing")
+    ps.testing.assert_same_bits(reference.state_dict(), state, "parameters and buffers after closing")
 
 
 @ranks.joined
@@ -97,7 +95,7 @@ def everything_evicted(seeds: list[int], replicas: int = 1) -> None:
         print(f"seed {seed}: {shape}, {config!r}", flush=True)
         world = World(CPU)
         script = random_script(draw, world.rank, seed)
-        options = {"meter": testing.NoMeter(), "evict_everything": True}
+        options = {"meter": ps.testing.NoMeter(), "evict_everything": True}
         compare(world, shape.build, config, script, seed, replicas, mesh=mesh, **options)
 
 
@@ -128,7 +126,7 @@ def any_budget(seeds: list[int], replicas: int = 1) -> None:
 
 
 def train_short(data: list[Any], short: bool, accumulation: int, trainer: Any) -> list[torch.Tensor]:
-    if isinstance(trainer, Engine) and short:
+    if isinstance(trainer, ps.Engine) and short:
         reduce_early(trainer)
     return train(trainer, data, accumulation=accumulation, reduce_once=True)
 
@@ -143,14 +141,14 @@ def test_chunks_that_are_reduced_before_they_are_complete(seeds):
         print(f"seed {seed}: {shape}, {config!r}", flush=True)
         data = [(torch.randint(0, 11, (2, 4), generator=torch.Generator().manual_seed(world.rank)),)] * 6
         script = partial(train_short, data, (world.rank + seed) % 2 == 0, draw.choice([1, 3]))
-        compare(world, shape.build, config, script, seed, meter=testing.NoMeter())
+        compare(world, shape.build, config, script, seed, meter=ps.testing.NoMeter())
 
 
 @ranks.in_processes(2)
 def test_delayed_updates_are_refused():
     config = ps.Config(device="cpu", update=ps.Delayed())
     with pytest.raises(ps.errors.ConfigError, match="one process only, and 2 processes share"):
-        Engine(Shape(("mlp",)).build, config, world=World(CPU))
+        ps.Engine(Shape(("mlp",)).build, config, world=World(CPU))
 
 
 class Branches(nn.Module):
@@ -211,7 +209,7 @@ def branches(seeds: list[int], replicas: int = 1) -> None:
                     trainer.optimizer.zero_grad()
             return seen
 
-        options = {"meter": testing.NoMeter(), "evict_everything": evict}
+        options = {"meter": ps.testing.NoMeter(), "evict_everything": evict}
         compare(world, Branches, config, script, seed, replicas, mesh=mesh, **options)
 
 
@@ -227,7 +225,7 @@ def test_gradients_that_the_last_step_does_not_lead_to_expect():
     paths = [[2, 3], [4, 3, 2]] if world.rank == 0 else [[2, 3, 4], [2, 3, 4]]
     data = [(torch.tensor([[world.rank, 4, step]]), path) for step, path in enumerate(paths * 3)]
     config = ps.Config(device="cpu", precision="fp32", chunk_size=1024, optimizer=ps.AdamW(lr=1e-2))
-    compare(world, Branches, config, lambda trainer: train(trainer, data), 0, meter=testing.NoMeter())
+    compare(world, Branches, config, lambda trainer: train(trainer, data), 0, meter=ps.testing.NoMeter())
 
 
 SLOW = pytest.mark.slow
@@ -268,14 +266,14 @@ def test_a_frozen_module(seeds):
         config = ps.Config(device="cpu", precision=precision, chunk_size=draw.choice([1100, 4096, "auto"]))
         print(f"seed {seed}: {config!r}, {order}", flush=True)
         reference = AveragingTrainer(frozen_modules.build(3, seed), config)
-        plain = testing.ReferenceTrainer(frozen_modules.build(4, seed + 100).requires_grad_(False), config)
+        plain = ps.testing.ReferenceTrainer(frozen_modules.build(4, seed + 100).requires_grad_(False), config)
         expected = frozen_modules.distill(reference, torch.no_grad()(plain.__call__), order)
-        options = {"meter": testing.NoMeter(), "poison": True, "evict_everything": draw.random() < 0.5}
+        options = {"meter": ps.testing.NoMeter(), "poison": True, "evict_everything": draw.random() < 0.5}
         frozen = {"teacher": frozen_modules.build(4, seed + 100)}
-        engine = Engine(frozen_modules.build(3, seed), config, world=World(CPU), frozen=frozen, **options)
+        engine = ps.Engine(frozen_modules.build(3, seed), config, world=World(CPU), frozen=frozen, **options)
         found = frozen_modules.distill(engine, partial(engine.call_frozen, "teacher"), order)
-        testing.assert_same_bits(expected, found, "losses, norms and outputs")
-        testing.assert_same_bits(reference.state_dict(), engine.state_dict(), "parameters")
+        ps.testing.assert_same_bits(expected, found, "losses, norms and outputs")
+        ps.testing.assert_same_bits(reference.state_dict(), engine.state_dict(), "parameters")
         numel = sum(each.numel for each in engine.inspect().parameters if each.name.startswith("teacher."))
         assert numel < 0.8 * sum(param.numel() for param in frozen["teacher"].parameters()), "this rank's shards only"
         engine.close()

@@ -22,9 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from toys import train
 
 import patrickstar as ps
-from patrickstar import testing
 from patrickstar._distributed.process_group import World
-from patrickstar._engine.engine import Engine
 from patrickstar.errors import ModelError, TrainingError
 from patrickstar.testing import assert_same_bits
 
@@ -143,8 +141,8 @@ class Net(nn.Module):
 def test_habits_with_dtensors():
     grid, rank = ranks.mesh(dp=2, tp=2), dist.get_rank()
     config = ps.Config(device="cpu", precision="bf16", chunk_size=512, optimizer=ps.AdamW(lr=1e-2))
-    extreme = {"evict_everything": True, "poison": True, "meter": testing.NoMeter()}
-    engine = Engine(lambda: Net(grid["tp"]), config, world=World(torch.device("cpu")), mesh=grid["dp"], **extreme)
+    extreme = {"evict_everything": True, "poison": True, "meter": ps.testing.NoMeter()}
+    engine = ps.Engine(lambda: Net(grid["tp"]), config, world=World(torch.device("cpu")), mesh=grid["dp"], **extreme)
     inputs = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(engine.data_rank)).bfloat16()
     assert torch.isfinite(torch.stack(train(engine, [(inputs,)] * 2))).all()
     module, whole = engine.module, engine.state_dict()

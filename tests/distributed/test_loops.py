@@ -11,9 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from toys import Shape, mean_square, train
 
 import patrickstar as ps
-from patrickstar import testing
 from patrickstar._distributed.process_group import World
-from patrickstar._engine.engine import Engine
 
 from . import ranks
 from .reference import AveragingTrainer
@@ -126,7 +124,7 @@ def test_unusual_loops(size, replicas):
         precision, evict = ("bf16", "fp32")[seed % 2], seed % 3 > 0
         print(name, precision, evict, flush=True)
         config = ps.Config(device="cpu", precision=precision, chunk_size=1200, optimizer=ps.AdamW(lr=1e-2))
-        options = {"meter": testing.NoMeter(), "evict_everything": evict}
+        options = {"meter": ps.testing.NoMeter(), "evict_everything": evict}
         compare(World(CPU), build, config, script, seed, replicas, mesh=mesh, **options)
 
 
@@ -139,13 +137,13 @@ def test_two_engines():
     plain_teacher = Odd().to(torch.bfloat16).eval()
     plain_teacher.norm.float()
     torch.manual_seed(1)
-    teacher = Engine(Odd, config, meter=testing.NoMeter(), evict_everything=world.rank == 0, world=world).eval()
+    teacher = ps.Engine(Odd, config, meter=ps.testing.NoMeter(), evict_everything=world.rank == 0, world=world).eval()
 
     def script(trainer: Any) -> list[torch.Tensor]:
         seen = []
         for number in range(3):
             tokens = ids(trainer, number)
-            ours = isinstance(trainer, Engine)
+            ours = isinstance(trainer, ps.Engine)
             with torch.no_grad():
                 target = (teacher if ours else plain_teacher)(tokens)
             trainer.backward((trainer(tokens) - target).pow(2))
@@ -154,7 +152,7 @@ def test_two_engines():
             seen.append(target)
         return seen
 
-    compare(world, Odd, config, script, 0, meter=testing.NoMeter(), evict_everything=world.rank == 1)
+    compare(world, Odd, config, script, 0, meter=ps.testing.NoMeter(), evict_everything=world.rank == 1)
     assert not world.closed, "the teacher still uses the process group"
     if world.rank == 0:
         with torch.no_grad():
@@ -187,14 +185,14 @@ def test_masters_and_states_on_disk(tmp_path, seeds, replicas, more_bytes):
 
         def script(trainer: Any, tokens: torch.Tensor = tokens, engines: list[Any] = engines) -> list[torch.Tensor]:
             seen = train(trainer, [(tokens,)] * 2, max_norm=0.1)
-            if isinstance(trainer, Engine):  # while updates are deferred
+            if isinstance(trainer, ps.Engine):  # while updates are deferred
                 assert all(trainer.gradient(name) is None for name, _ in trainer.module.named_parameters())
             seen += train(trainer, [(tokens,)], max_norm=0.1)
-            if isinstance(trainer, Engine):
+            if isinstance(trainer, ps.Engine):
                 assert trainer.stats.total.disk_write_bytes > 0
                 engines.append(trainer)
             return seen
 
-        options = {"meter": testing.NoMeter(), "page_bytes": 4096}
+        options = {"meter": ps.testing.NoMeter(), "page_bytes": 4096}
         compare(world, shape.build, config, script, seed, replicas, mesh=mesh, **options)
         assert engines

@@ -12,9 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from toys import train
 
 import patrickstar as ps
-from patrickstar import testing
 from patrickstar._distributed.process_group import World
-from patrickstar._engine.engine import Engine
 from patrickstar.errors import ConfigError
 
 from . import ranks
@@ -42,7 +40,7 @@ def test_bits_of_plain_pytorch(size, seeds):
         loop = draw.choice([{}, {"max_norm": 0.1}, {"accumulation": 2}])
         print(f"seed {seed}: {name}, {config!r}, {loop}", flush=True)
         batches = [tuple(tensor * (1 + world.rank) for tensor in batch) for batch in inputs(4)]
-        hooks = {"meter": testing.NoMeter(), "evict_everything": draw.random() < 0.5}
+        hooks = {"meter": ps.testing.NoMeter(), "evict_everything": draw.random() < 0.5}
         compare(world, Model, config, partial(train, data=batches, **loop), seed, **hooks)
 
 
@@ -50,7 +48,7 @@ def test_bits_of_plain_pytorch(size, seeds):
 def test_matrices_have_one_owner_each_and_are_shared_out_evenly():
     world = World(CPU)
     config = ps.Config(device="cpu", chunk_size=1000, optimizer=ps.Muon())
-    engine = Engine(Model, config, world=world, meter=testing.NoMeter())
+    engine = ps.Engine(Model, config, world=world, meter=ps.testing.NoMeter())
     own = {param.name: param.numel for param in engine.inspect().parameters}
     matrices = {name: param.numel() for name, param in engine.module.named_parameters() if name != "head.weight"}
     matrices = {name: numel for name, numel in matrices.items() if numel > 1000}

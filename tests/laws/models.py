@@ -9,9 +9,7 @@ from probes import manager_of, model_data_of, record_accesses
 from toys import Shape, batches, train
 
 import patrickstar as ps
-from patrickstar import testing
 from patrickstar._chunks.chunk_manager import ChunkManager
-from patrickstar._engine.engine import Engine
 from patrickstar._hardware.vm_pool import round_up
 from patrickstar._layout.chunk_mapping import ALIGN_NUMEL
 from patrickstar._tiers.chunk import Chunk, Region
@@ -33,7 +31,7 @@ def config(precision: str, chunk_size: int | str, **more: Any) -> ps.Config:
     return ps.Config(device="cpu", precision=precision, chunk_size=chunk_size, optimizer=optimizer, **more)
 
 
-class Fixed(testing.NoMeter):
+class Fixed(ps.testing.NoMeter):
     """Meter of a given amount of non-model data."""
 
     def __init__(self, nbytes: int = 0) -> None:
@@ -45,7 +43,7 @@ class Fixed(testing.NoMeter):
     peak = now
 
 
-class Waves(testing.NoMeter):
+class Waves(ps.testing.NoMeter):
     """Meter that reports varying non-model data, of at most `peak_bytes` (current amount plus growth)."""
 
     source = "a simulated wave"
@@ -62,9 +60,9 @@ class Waves(testing.NoMeter):
         return self.now(chunk_bytes)
 
 
-def largest_access(build: Any, options: ps.Config, run: Callable[[Engine], Any]) -> int:
+def largest_access(build: Any, options: ps.Config, run: Callable[[ps.Engine], Any]) -> int:
     """Return the bytes of chunks that the largest operator of a run accesses together."""
-    with Engine(build, options, meter=testing.NoMeter()) as engine:
+    with ps.Engine(build, options, meter=ps.testing.NoMeter()) as engine:
         sizes = record_accesses(engine)
         run(engine)
     return max(sizes, default=0)
@@ -75,7 +73,7 @@ def smallest_device_bytes(shape: Shape, chunk_size: int | str, precision: str) -
     return largest_access(shape.build, config(precision, chunk_size), lambda engine: train(engine, batches(1)))
 
 
-def check_alignment(engine: Engine) -> set[tuple[str, str]]:
+def check_alignment(engine: ps.Engine) -> set[tuple[str, str]]:
     """Assert that all parameters start at multiples of 256 bytes in all lists; return these, each with its tier.
 
     In lists of one byte per element they start at multiples of 128 bytes.

@@ -13,7 +13,6 @@ from transformers.utils import logging
 
 import patrickstar as ps
 from patrickstar._perf_model.machine_spec import DiskDrive, Host, Machine
-from patrickstar.errors import BudgetError
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -138,7 +137,7 @@ def test_a_plan_of_adapters_has_the_bytes_of_a_run(tmp_path_factory, draw):
     model, batch = draw.build(), sample(draw.batch, draw.sequence, VOCABULARY)
     try:
         plan = planned(model, draw, draw.memory(model), sample=batch)
-    except BudgetError:
+    except ps.errors.BudgetError:
         plan = planned(model, draw, AMPLE_BYTES, sample=batch)
     last, chunks, padding = run(model, draw, plan.dry_run, tmp_path_factory.mktemp("disk"))
     assert plan.best.model_data_bytes == chunks - padding

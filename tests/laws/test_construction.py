@@ -17,7 +17,6 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 import patrickstar as ps
 from patrickstar._hardware.cpu_allocator import cpu_allocator
 from patrickstar._hardware.file_backed_tensors import FileBackedTensors
-from patrickstar.testing import assert_same_bits
 
 from .test_forks import in_child
 
@@ -125,7 +124,7 @@ def test_bits_of_a_plain_construction(build, precision, tmp_path, monkeypatch):
         if not param.requires_grad:
             expected[name] = expected[name].to(state[name].dtype)
     found = {name: value.to(expected[name].dtype) for name, value in state.items()}
-    assert_same_bits(expected, found, "parameters and buffers")
+    ps.testing.assert_same_bits(expected, found, "parameters and buffers")
 
 
 def test_a_model_in_memory_is_not_built_on_disk(tmp_path, monkeypatch):
@@ -137,7 +136,7 @@ def test_a_model_in_memory_is_not_built_on_disk(tmp_path, monkeypatch):
 def test_a_function_that_returns_an_existing_model(tmp_path):
     model = Layers()
     expected = {name: value.clone() for name, value in model.state_dict().items()}
-    assert_same_bits(expected, on_disk(lambda: model, tmp_path), "parameters and buffers")
+    ps.testing.assert_same_bits(expected, on_disk(lambda: model, tmp_path), "parameters and buffers")
 
 
 def test_a_constructor_that_fails_leaves_nothing(tmp_path):
@@ -248,7 +247,7 @@ def test_a_model_that_builds_another_on_disk(tmp_path):
     torch.manual_seed(3)
     plain = Outer()
     torch.manual_seed(3)
-    assert_same_bits(dict(plain.state_dict()), on_disk(Outer, tmp_path), "parameters and buffers")
+    ps.testing.assert_same_bits(dict(plain.state_dict()), on_disk(Outer, tmp_path), "parameters and buffers")
 
 
 # Child processes, other threads, and files of the user

@@ -18,12 +18,9 @@ from torch import nn
 from toys import mean_square, train
 
 import patrickstar as ps
-from patrickstar._engine.engine import Engine
 from patrickstar._hardware.ram import Ram, RamLimit
 from patrickstar._layout.chunk_mapping import ParamSpec, build_layout
 from patrickstar._layout.schema import schema_for
-from patrickstar.errors import BudgetError
-from patrickstar.testing import NoMeter
 
 DRAWS_PER_TEST = 10
 MOST_TRIES = 100
@@ -95,9 +92,9 @@ class Draw:
             if advised:
                 engine, _ = ps.initialize(build, config, sample=batch if self.sampled else None)
             else:
-                engine = Engine(build, config)
+                engine = ps.Engine(build, config)
             train(engine, [(batch,)] * steps)
-        except BudgetError as error:
+        except ps.errors.BudgetError as error:
             return str(error)
         finally:
             if engine is not None:
@@ -153,5 +150,5 @@ def test_any_budgets_that_pass_the_check_can_be_trained_with(widths, device_shar
     if refusal(case, device, host) is None:
         config = ps.Config(device="cpu", device_memory=device, host_memory=max(1, host), chunk_size=2)
         model = nn.Sequential(*(nn.Linear(*pair, bias=False) for pair in pairs))
-        with Engine(model, config, meter=NoMeter()) as engine:
+        with ps.Engine(model, config, meter=ps.testing.NoMeter()) as engine:
             train(engine, [(torch.ones(1, widths[0]),)] * 2)

@@ -16,9 +16,7 @@ from toys import module, train
 
 import patrickstar as ps
 from patrickstar import testing
-from patrickstar._engine.engine import Engine
 from patrickstar._params.model_data import ModelData
-from patrickstar.errors import BudgetError
 
 from .test_late_copies import some_are_slow
 from .tiers import Room, blocks, check_a_killed_run, inputs, on_disk, options, small_engine
@@ -245,11 +243,11 @@ def test_an_exchange_that_fails_names_its_parameters_and_leaves_masters(monkeypa
             nonlocal count
             count += 1
             if count == calls:
-                raise BudgetError("no room")
+                raise ps.errors.BudgetError("no room")
             ensure_local(data, managed)
 
         monkeypatch.setattr(ModelData, "ensure_local", fail)
-        with pytest.raises(BudgetError) as raised:
+        with pytest.raises(ps.errors.BudgetError) as raised:
             engine.optimizer.step()
         monkeypatch.undo()
         (note,) = raised.value.__notes__
@@ -358,7 +356,7 @@ def test_a_parameter_in_no_group_is_as_in_the_reference():
         assert_same_losses(reference, engine, range(7), remove)
 
 
-def trained(folder: Path, first: int, last: int, saves: bool = False) -> Engine:
+def trained(folder: Path, first: int, last: int, saves: bool = False) -> ps.Engine:
     """Train from disk, as a killed run does, and one that goes on."""
     budgets = {"device_memory": "72KiB", "host_memory": "200KiB", "disk": ps.Disk(folder)}
     config = ps.Config(device="cpu", precision="bf16", chunk_size="18KiB", update=ps.Delayed(after=2), **budgets)

@@ -20,7 +20,6 @@ from torch.utils.checkpoint import checkpoint
 from toys import Shape, batches, layers
 
 import patrickstar as ps
-from patrickstar import testing
 from patrickstar._dry_run.host_time import HostCosts
 from patrickstar._dry_run.op_tracer import OpCost
 from patrickstar._dry_run.report import DryRunReport
@@ -50,7 +49,7 @@ def on_meta(rows, width):
 
 def compare(build, options, **hooks):
     """Compare the transfers of three steps, the peaks of the last one, and its trace."""
-    hooks |= {"meter": testing.NoMeter(), "speculates": False}  # what is speculated depends on the speed of threads
+    hooks |= {"meter": ps.testing.NoMeter(), "speculates": False}  # what is speculated depends on the speed of threads
     with Engine(build, options, **hooks) as engine:
         expected, _ = steps(engine, 3)
         trace, last = engine.inspect().trace, engine.stats.last

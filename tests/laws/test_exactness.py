@@ -9,8 +9,7 @@ from sampling import drawn
 from seeded import compare, engine_of
 from toys import Shape, batches, train
 
-from patrickstar import testing
-from patrickstar._engine.engine import Engine
+import patrickstar as ps
 from patrickstar._kernels.cpp_backend import CppBackend
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.eager_backend import EagerBackend
@@ -22,7 +21,7 @@ from .models import Waves, chunk_sizes, config, precisions, shapes, smallest_dev
 def test_everything_evicted_at_every_access(shape, chunk_size, precision, accumulation, max_norm):
     data = batches(4)
     options = config(precision, chunk_size)
-    testing.assert_exact(shape.build, data, options, accumulation=accumulation, max_norm=max_norm)
+    ps.testing.assert_exact(shape.build, data, options, accumulation=accumulation, max_norm=max_norm)
 
 
 @drawn(25, shapes, chunk_sizes, precisions, st.integers(0, 16000), st.integers(0, 12000))
@@ -38,14 +37,14 @@ def test_a_wrong_bit_is_found():
     shape = Shape(("mlp",))
 
     def script(trainer, optimizer):
-        if isinstance(trainer, Engine):
+        if isinstance(trainer, ps.Engine):
             with torch.no_grad():
                 weight = trainer.module.head.weight
                 weight[0, 0] = torch.nextafter(weight[0, 0].detach().clone(), torch.tensor(9.0, dtype=weight.dtype))
         return []
 
     with pytest.raises(AssertionError, match=r"head\.weight"):
-        testing.compare(shape.build, config("bf16", 256), script)
+        ps.testing.compare(shape.build, config("bf16", 256), script)
 
 
 class RandomKernels(Kernels):

@@ -15,14 +15,12 @@ from seeded import assert_same_model, engine_of, reference_of
 from toys import Shape, batches, train
 
 import patrickstar as ps
-from patrickstar import testing
 from patrickstar._chunks.chunk_manager import ChunkManager
 from patrickstar._chunks.transfers import ChunkTransfers
 from patrickstar._kernels.cpp_backend import CppBackend
 from patrickstar._schedule.placement import Tier
 from patrickstar._tiers.chunk import HostCopy, fill_poison
 from patrickstar._tiers.host_arena import HostArena
-from patrickstar.errors import BudgetError
 
 from .models import config, largest_access
 from .tiers import small_engine, with_budgets
@@ -33,7 +31,7 @@ def random_shape(choice: random.Random) -> Shape:
     return Shape(tuple(kinds), choice.random() < 0.5, choice.random() < 0.3, choice.random() < 0.4)
 
 
-def random_loop(choice: random.Random, precision: str, data: Callable[..., Any] = batches) -> testing.Script:
+def random_loop(choice: random.Random, precision: str, data: Callable[..., Any] = batches) -> ps.testing.Script:
     """Draw a loop of five steps with accumulation, clipping, updates in backward, evaluation, save and load."""
     steps = [
         {
@@ -94,14 +92,14 @@ def run_drawn(
     hooks = begin()
     try:
         engine = small_engine(shape.build, options, evict_everything=choice.random() < 0.3, **hooks)
-    except BudgetError:
+    except ps.errors.BudgetError:
         return None
     try:
-        testing.assert_same_bits(expected, script(engine, engine.optimizer), f"schedule {seed}: results of the loop")
+        ps.testing.assert_same_bits(expected, script(engine, engine.optimizer), f"schedule {seed}: results of the loop")
         assert_same_model(reference, engine, f"schedule {seed}: ")
         check(engine)
         return engine.stats.total
-    except BudgetError as error:
+    except ps.errors.BudgetError as error:
         if "grad32" not in str(error):
             raise
         return None  # The check before training does not count gradient lists.
@@ -159,7 +157,7 @@ def test_an_allocation_that_fails_twice_is_an_error_and_training_can_continue():
     with engine_of(shape.build, options, hardware=hardware) as engine:
         assert train(engine, batches(2)) == expected[0]
         hardware.failures = 1.0
-        with pytest.raises(BudgetError, match=message):
+        with pytest.raises(ps.errors.BudgetError, match=message):
             engine(*batches(1)[0])
         hardware.failures = 0.0
         assert train(engine, batches(3)) == expected[1]

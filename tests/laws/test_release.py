@@ -18,8 +18,6 @@ from toys import Shape, batches, inputs, layers, train
 
 import patrickstar as ps
 from patrickstar._chunks.chunk_manager import ChunkManager
-from patrickstar._engine.engine import Engine
-from patrickstar.errors import PatrickStarError
 from patrickstar.testing import NoMeter, assert_same_bits
 
 from .models import config
@@ -43,10 +41,10 @@ def with_disk(directory):
 
 
 BUILDS = {
-    "in memory": lambda _: Engine(SHAPE.build, config("bf16", 256), meter=NoMeter()),
-    "evicting": lambda _: Engine(SHAPE.build, config("fp16", 256), meter=NoMeter(), evict_everything=True),
+    "in memory": lambda _: ps.Engine(SHAPE.build, config("bf16", 256), meter=NoMeter()),
+    "evicting": lambda _: ps.Engine(SHAPE.build, config("fp16", 256), meter=NoMeter(), evict_everything=True),
     "with a disk": with_disk,
-    "offloading": lambda _: Engine(SHAPE.build, config("bf16", 256, activation_offload=True), meter=NoMeter()),
+    "offloading": lambda _: ps.Engine(SHAPE.build, config("bf16", 256, activation_offload=True), meter=NoMeter()),
 }
 
 
@@ -137,7 +135,7 @@ def test_everything_goes_back_after_a_failing_initialize(model, tmp_path, monkey
     if model == SHAPE.build:
         monkeypatch.setattr("patrickstar._engine.core.BackgroundSave", no_memory)
     files = open_files()
-    with pytest.raises((ValueError, PatrickStarError, torch.OutOfMemoryError)) as raised:
+    with pytest.raises((ValueError, ps.errors.PatrickStarError, torch.OutOfMemoryError)) as raised:
         ps.initialize(model, config("bf16", 256))
     del raised
     assert managers or model != SHAPE.build

@@ -12,9 +12,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from toys import batches, inputs, layers, mean_square, module, train
 
-from patrickstar import testing
+import patrickstar as ps
 from patrickstar._autograd import windows
-from patrickstar._engine.engine import Engine
 
 from . import tiers
 from .models import Fixed, config, precisions, shapes
@@ -160,7 +159,7 @@ def own_backward(trainer):
     """Run backward without the engine."""
     for (x,) in inputs(6, 8):
         loss = mean_square(trainer(x))
-        loss.backward() if isinstance(trainer, Engine) else trainer.backward(loss)
+        loss.backward() if isinstance(trainer, ps.Engine) else trainer.backward(loss)
         trainer.optimizer.step()
     return []
 
@@ -189,7 +188,7 @@ def test_assignments_within_a_resident_forward(forward, accumulation):
         engine = engine_of(module(forward, layers=three_layers), **more)
         train(engine, inputs(8, 8), accumulation=accumulation)
         states.append(engine.state_dict())
-    testing.assert_same_bits(*states, "parameters")
+    ps.testing.assert_same_bits(*states, "parameters")
 
 
 def test_a_graph_kept_beyond_the_step_raises_and_reads_no_freed_memory():

@@ -14,7 +14,6 @@ from torch import nn
 from toys import Shape, batches, mean_square, module, train
 
 import patrickstar as ps
-from patrickstar import testing
 from patrickstar._chunks.chunk_manager import ChunkManager
 from patrickstar._tiers.disk_tier import STAGES
 from patrickstar._tiers.host_tier import HostTier
@@ -212,7 +211,7 @@ def test_two_engines_can_share_a_directory(tmp_path):
             engine.close()
         return [*losses, *engines[0].module.state_dict().values()]
 
-    testing.assert_same_bits(run(1), run(2), "losses and parameters of the first")
+    ps.testing.assert_same_bits(run(1), run(2), "losses and parameters of the first")
     assert not tiers.worker_threads() and not list(tmp_path.iterdir())
 
 
@@ -231,5 +230,5 @@ def test_an_engine_finishes_deferred_updates_when_it_is_closed_or_collected(tmp_
     else:
         del engine
         gc.collect()
-    testing.assert_same_bits(reference.state_dict(), module.state_dict(), "parameters")
+    ps.testing.assert_same_bits(reference.state_dict(), module.state_dict(), "parameters")
     assert not tiers.worker_threads() and tiers.open_files() == before and not list(tmp_path.iterdir())

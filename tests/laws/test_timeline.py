@@ -15,7 +15,6 @@ import patrickstar as ps
 from patrickstar._schedule.placement import Tier
 from patrickstar._schedule.step_timeline import Channel, StepTimeline
 from patrickstar.errors import ConfigError, TrainingError
-from patrickstar.testing import assert_same_bits
 
 from .tiers import Room, blocks, inputs, on_disk, options, small_engine
 
@@ -58,8 +57,8 @@ def test_a_record_changes_nothing_and_agrees_with_the_statistics(tmp_path, tier)
                 stats.append(engine.stats.last)
                 used.append((manager.device_tier.used, manager.host_tier.used))
             states.append(engine.state_dict())
-    assert_same_bits(*states, "parameters")
-    assert_same_bits(losses[:STEPS], losses[STEPS:], "losses")
+    ps.testing.assert_same_bits(*states, "parameters")
+    ps.testing.assert_same_bits(losses[:STEPS], losses[STEPS:], "losses")
     plain_stats, stats, used = stats[:STEPS], stats[STEPS:], used[STEPS:]
     assert [each.step for each in recording.timelines] == RECORDED
     for name in ("h2d_bytes", "d2h_bytes", "evictions", "device_peak_model_bytes"):

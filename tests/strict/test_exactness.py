@@ -11,7 +11,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import patrickstar as ps
-from patrickstar import testing
 
 
 @cache
@@ -53,4 +52,4 @@ def test_an_embedding_may_come_to_the_device_after_a_lookup_on_the_host(padding_
     strict_device.configure()
     ids = torch.randint(0, 20, (6, 4, 8), generator=torch.Generator().manual_seed(3))
     config = ps.Config(device="strict", chunk_size=4096, precision="bf16", device_memory=device_memory)
-    testing.assert_exact(partial(WordsThatAreRead, padding_idx), [(batch,) for batch in ids], config, stress=False)
+    ps.testing.assert_exact(partial(WordsThatAreRead, padding_idx), [(batch,) for batch in ids], config, stress=False)

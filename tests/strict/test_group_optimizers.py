@@ -9,7 +9,6 @@ from laws.test_late_copies import some_are_slow
 from toys import mean_square
 
 import patrickstar as ps
-from patrickstar import testing
 
 STEPS = 6
 
@@ -33,4 +32,4 @@ def test_no_schedule_changes_results(seeds, disk, tmp_path):
     options = {"disk": ps.Disk(tmp_path, capacity="1MiB"), "host_memory": "96KiB"} if disk else {}
     for seed in seeds:
         config = config_of(GlobalScale, "bf16", **{"device": "strict", "device_memory": "1MiB"} | options)
-        testing.compare(Branches, config, partial(script, seed), stress=seed % 2 == 0)
+        ps.testing.compare(Branches, config, partial(script, seed), stress=seed % 2 == 0)
