@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from toys import mean_square, update
+from toys import mean_square
 
 import patrickstar as ps
 from patrickstar import testing
@@ -54,4 +54,6 @@ def compare(*args: Any, **hooks: Any) -> ps.StepStats:
 
 def run_step(trainer: Any, batch: Any, **options: Any) -> None:
     """Run one step, and wait for nothing."""
-    update(trainer, mean_square(trainer(*batch)), **options)
+    trainer.backward(mean_square(trainer(*batch)), **options)
+    trainer.optimizer.step()
+    trainer.optimizer.zero_grad()

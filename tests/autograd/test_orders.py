@@ -171,9 +171,7 @@ def test_a_gan(precision, config):
         generator, discriminator = (ps.initialize(other_model, options)[0] for _ in range(2))
         for (x,) in normal_batches():
             fake = generator(x)
-            discriminator.backward(mean_square(discriminator(fake.detach())) - mean_square(discriminator(x)))
-            discriminator.optimizer.step()
-            discriminator.optimizer.zero_grad()
+            update(discriminator, mean_square(discriminator(fake.detach())) - mean_square(discriminator(x)))
             discriminator.module.requires_grad_(not freezes)
             generator.backward(-mean_square(discriminator(fake)))
             discriminator.module.requires_grad_(True)

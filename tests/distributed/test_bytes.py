@@ -14,7 +14,7 @@ from probes import after_allocations, manager_of, model_data_of
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from toys import Shape, inputs, layers, mean_square, train
+from toys import Shape, inputs, layers, mean_square, train, update
 
 import patrickstar as ps
 from patrickstar._distributed import gloo_collectives
@@ -80,9 +80,7 @@ def test_a_step_sends_the_bytes_of_the_table(size, replicas, gathers, reduce_dty
                 if chunk.device.present:
                     manager.drop(chunk)
             model_data_of(engine).update_param_views()
-        engine.backward(loss)
-        engine.optimizer.step()
-        engine.optimizer.zero_grad()
+        update(engine, loss)
     last = engine.stats.last
     assert len(prefetches) == engine.layout.chunk_count * gathers
     assert sum(prefetches) >= engine.layout.chunk_count - 2, "the trace says which chunks to gather early"

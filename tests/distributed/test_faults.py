@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from toys import Shape, layers, train
+from toys import Shape, layers, train, update
 
 import patrickstar as ps
 from patrickstar._distributed import deadlock_watch, process_group
@@ -48,9 +48,7 @@ def build(**options):
 
 
 def step(engine, optimizer) -> None:
-    engine.backward(engine(ids(engine.world.rank)))
-    optimizer.step()
-    optimizer.zero_grad()
+    update(engine, engine(ids(engine.world.rank)))
 
 
 def killed(where: str, rank: int, size: int, disk: str, replicas: int = 1) -> None:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from toys import Shape, mean_square, train
+from toys import Shape, mean_square, train, update
 
 import patrickstar as ps
 from patrickstar._distributed.process_group import World
@@ -73,9 +73,7 @@ def twice(trainer: Any) -> list[torch.Tensor]:
     """Run two backwards through one graph."""
     loss = trainer(ids(trainer))
     trainer.backward(loss, retain_graph=True)
-    trainer.backward(loss)
-    trainer.optimizer.step()
-    trainer.optimizer.zero_grad()
+    update(trainer, loss)
     return usual(trainer)
 
 
@@ -146,9 +144,7 @@ def test_two_engines():
             ours = isinstance(trainer, ps.Engine)
             with torch.no_grad():
                 target = (teacher if ours else plain_teacher)(tokens)
-            trainer.backward((trainer(tokens) - target).pow(2))
-            trainer.optimizer.step()
-            trainer.optimizer.zero_grad()
+            update(trainer, (trainer(tokens) - target).pow(2))
             seen.append(target)
         return seen
 

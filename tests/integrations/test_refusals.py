@@ -8,6 +8,7 @@ import pytest
 import torch
 from sampling import nightly
 from torch import nn
+from toys import update
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import patrickstar as ps
@@ -29,12 +30,10 @@ def options(**more):
 
 def train(build, config, sample=SAMPLE, *, before=None):
     torch.manual_seed(0)
-    engine, optimizer = ps.initialize(build, config, sample=before)
+    engine, _ = ps.initialize(build, config, sample=before)
     try:
         for _ in range(3 if nightly() else 2):
-            engine.backward(engine(**sample).loss)
-            optimizer.step()
-            optimizer.zero_grad()
+            update(engine, engine(**sample).loss)
         return engine.state_dict()
     finally:
         engine.close(keep=False)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
+from toys import mean_square, update
 from transformers import PreTrainedModel
 
 import patrickstar as ps
@@ -92,9 +93,7 @@ def logits(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
 
 def step(engine: ps.Engine, optimizer: torch.optim.Optimizer, seed: int = 0) -> None:
     """Run one update, so that master parameters differ from their rounded copies."""
-    engine.backward(engine(**batch(engine.module, seed)).logits.float().pow(2).mean())
-    optimizer.step()
-    optimizer.zero_grad()
+    update(engine, mean_square(engine(**batch(engine.module, seed)).logits))
 
 
 WORDS = ["<pad>", "<eos>", "<unk>", *string.ascii_lowercase, *string.digits]

@@ -27,12 +27,6 @@ def config(**options) -> ps.Config:
     return ps.Config(device="cpu", chunk_size=4096, activation_offload=True, **options)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-@pytest.mark.parametrize("stress", [False, True])
-def test_the_bits_are_those_of_plain_pytorch(precision, stress):
-    ps.testing.assert_exact(build, batches(3), config(precision=precision), stress=stress)
-
-
 def test_bytes_go_out_come_back_and_are_given_back():
     engine = engine_of(build, config())
     thrown_away = engine(*batches(1)[0])

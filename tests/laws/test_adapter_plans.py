@@ -8,6 +8,7 @@ from adapter_plans import DTYPES, sample, with_adapters
 from hypothesis import strategies as st
 from sampling import drawn
 from torch import nn
+from toys import update
 from transformers import LlamaConfig
 from transformers.utils import logging
 
@@ -116,9 +117,7 @@ def run(model: nn.Module, draw: Draw, report, folder) -> tuple[ps.StepStats, int
         while len(moved) < STEPS or moved[-1] != moved[-2]:
             assert len(moved) < MOST_STEPS, moved
             batch = sample(draw.batch, draw.sequence, VOCABULARY)  # a data loader delivers new tensors at each step
-            engine.backward(engine(**batch).loss)
-            engine.optimizer.step()
-            engine.optimizer.zero_grad()
+            update(engine, engine(**batch).loss)
             moved.append(tuple(getattr(engine.stats.last, name) for name in TRANSFERS))
         chunks = sum(chunk.nbytes for chunk in engine.inspect().chunks)
         return engine.stats.last, chunks, engine.layout.padding_bytes

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from probes import after_allocations, set_ram
 from sampling import drawn
 from seeded import engine_of
-from toys import Shape, batches, inputs, layers, mean_square, train
+from toys import Shape, batches, inputs, layers, mean_square, train, update
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import patrickstar as ps
@@ -197,9 +197,7 @@ def batch(length, seed):
 
 def train_lengths(trainer, lengths):
     for seed, length in enumerate(lengths):
-        trainer.backward(trainer(**batch(length, seed)).loss)
-        trainer.optimizer.step()
-        trainer.optimizer.zero_grad()
+        update(trainer, trainer(**batch(length, seed)).loss)
 
 
 @pytest.mark.parametrize("planned", [False, pytest.param(True, marks=pytest.mark.slow)])

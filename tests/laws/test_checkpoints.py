@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from sampling import drawn
 from seeded import engine_of
 from torch.optim.lr_scheduler import LambdaLR
-from toys import batches
+from toys import batches, outcome
 
 from patrickstar import testing
 from patrickstar._checkpoint import direct_writer as page_file
@@ -73,10 +73,8 @@ class Run:
     def outcome(self):
         """Return parameters, optimizer states, learning rate and loss scale."""
         optimizer = self.optimizer.state_dict()
-        states = [value for _, state in sorted(optimizer["state"].items()) for _, value in sorted(state.items())]
         numbers = [optimizer["param_groups"][0]["lr"], *optimizer["loss_scale"].values()]
-        tensors = [value for value in states if isinstance(value, torch.Tensor)]
-        return [*self.engine.state_dict().values(), *tensors, torch.tensor(numbers, dtype=torch.float64)]
+        return [*outcome(self.engine), torch.tensor(numbers, dtype=torch.float64)]
 
 
 loops = st.sampled_from([{}, {"accumulation": 2}, {"max_norm": 0.1}, {"update": True}])

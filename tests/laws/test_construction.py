@@ -4,6 +4,7 @@ import copy
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -272,8 +273,6 @@ def test_a_child_process_does_not_write_into_its_parents_tensors(in_file):
 
 
 def test_two_models_built_at_once(tmp_path):
-    built: dict[float, dict[str, torch.Tensor]] = {}
-
     class Constant(Layers):
         value = 0.0
 
@@ -282,16 +281,12 @@ def test_two_models_built_at_once(tmp_path):
             for layer in self.layers:
                 nn.init.constant_(layer.weight, self.value)
 
-    def build(value: float) -> None:
-        built[value] = on_disk(type("Other", (Constant,), {"value": value}), tmp_path)
+    def build(value: float) -> dict[str, torch.Tensor]:
+        return on_disk(type("Other", (Constant,), {"value": value}), tmp_path)
 
-    threads = [threading.Thread(target=build, args=(value,)) for value in (1.0, 2.0)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for value in (1.0, 2.0):
-        assert all(bool((built[value][f"layers.{index}.weight"] == value).all()) for index in range(LAYERS))
+    with ThreadPoolExecutor(2) as executor:
+        for value, state in enumerate(executor.map(build, (1.0, 2.0)), start=1):
+            assert all(bool((state[f"layers.{index}.weight"] == value).all()) for index in range(LAYERS))
 
 
 def test_a_watcher_that_cannot_start_leaves_files_of_the_user_alone(in_file, tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ import pytest
 import seeded
 import speculation_cases as cases
 import torch
-from probes import manager_of, optimizer_step_of
+from probes import fail_at, manager_of, optimizer_step_of
 from seeded import assert_same_model
 from speculation_cases import DELAYED_EVENTS, backward, build, loop, partly_frozen, step
 from torch import nn
@@ -236,17 +236,8 @@ def test_an_exchange_that_fails_names_its_parameters_and_leaves_masters(monkeypa
     with engine_of(evict_everything=False, **DELAYED) as engine:
         step(engine, 0)
         backward(engine, 1)
-        before, count = engine.state_dict(), 0
-        ensure_local = ModelData.ensure_local
-
-        def fail(data, managed):
-            nonlocal count
-            count += 1
-            if count == calls:
-                raise ps.errors.BudgetError("no room")
-            ensure_local(data, managed)
-
-        monkeypatch.setattr(ModelData, "ensure_local", fail)
+        before = engine.state_dict()
+        fail_at(monkeypatch, ModelData, "ensure_local", calls, ps.errors.BudgetError("no room"))
         with pytest.raises(ps.errors.BudgetError) as raised:
             engine.optimizer.step()
         monkeypatch.undo()
@@ -263,16 +254,8 @@ def test_an_exchange_that_fails_names_its_parameters_and_leaves_masters(monkeypa
 def test_a_step_that_was_interrupted_goes_on_where_it_stopped(monkeypatch):
     with engine_of(**DELAYED) as expected, engine_of(**DELAYED) as engine:
         optimizer_step = optimizer_step_of(engine)
-        update, count = optimizer_step.delayed.update, 0
-
-        def interrupted(*args):
-            nonlocal count
-            count += 1
-            if count == 4 + 6:  # the fourth chunk of the second step
-                raise KeyboardInterrupt
-            update(*args)
-
-        monkeypatch.setattr(optimizer_step.delayed, "update", interrupted)
+        # the fourth chunk of the second step
+        fail_at(monkeypatch, optimizer_step.delayed, "update", 4 + 6, KeyboardInterrupt())
         for number in range(4):
             found = backward(engine, number)
             if number == 1:

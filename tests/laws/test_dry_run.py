@@ -17,7 +17,7 @@ from simulated_machines import DESKTOP
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from toys import Shape, batches, layers
+from toys import Shape, batches, layers, module
 
 import patrickstar as ps
 from patrickstar._dry_run.host_time import HostCosts
@@ -105,10 +105,7 @@ def test_no_plan_transfers_less_than_the_lower_bound(count, device, host, in_bac
     """Run a chain of layers on a simulated GPU, with and without updates in backward."""
     width = 256
 
-    def step(engine):
-        engine.backward(engine(torch.empty(8, width, device="meta")).float().mean(), update=in_backward)
-        engine.optimizer.step()
-
+    step = partial(run_step, batch=(torch.empty(8, width, device="meta"),), update=in_backward)
     params = count * width * width
     gpu = Gpu(count=1, memory=int(4 * params * device) + (1 << 20), matmul_tflops=10, memory_bandwidth="1TB")
     machine = Machine(
@@ -252,17 +249,9 @@ once = partial(run_step, batch=(torch.empty(4, 8, device="meta"), torch.arange(4
 
 
 def test_reading_a_float_value_raises_and_names_the_module():
+    outer = module(lambda m, *args: m.inner(*args), inner=lambda: Branching("numbers"))
     with pytest.raises(ModelError, match=r"module 'inner' \(Branching\) cannot run on meta tensors.*without a dry run"):
-
-        class Outer(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.inner = Branching("numbers")
-
-            def forward(self, *args):
-                return self.inner(*args)
-
-        simulate(Engine, Outer, CONFIG, once, LAPTOP)
+        simulate(Engine, outer, CONFIG, once, LAPTOP)
 
 
 def test_a_model_that_does_not_fit_raises_the_error_of_a_real_run():
@@ -313,20 +302,14 @@ def test_computation_and_waits_fill_a_step_and_waits_say_for_what(tmp_path, host
 
 
 def test_a_forward_that_checkpointing_runs_again_is_a_part_of_backward():
-    class Checkpointed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
-
-        def forward(self, x):
-            return checkpoint(self.linear, x, use_reentrant=False)
+    checkpointed = module(lambda m, x: checkpoint(m.linear, x, use_reentrant=False), linear=lambda: nn.Linear(8, 8))
 
     def accumulating_step(engine):
         for _ in range(2):
             engine.backward(engine(torch.empty(4, 8, device="meta")).float().mean())
         engine.optimizer.step()
 
-    report = simulate(Engine, Checkpointed, CONFIG, accumulating_step, DESKTOP)
+    report = simulate(Engine, checkpointed, CONFIG, accumulating_step, DESKTOP)
     phases = [phase for phase, _ in groupby(part.label for part in report.lanes[0].intervals)]
     # What prepares the second batch is outside of both, like the step.
     assert [phase for phase in phases if phase != "step"] == ["forward", "backward", "forward", "backward"]
@@ -379,9 +362,7 @@ def test_a_dry_run_says_that_launches_take_the_longest(meter_s):
 
 
 def test_launches_of_measured_operators_count():
-    def costs(func, args, kwargs, out):
-        return OpCost(1.0, launch_s=50.0)
-
+    costs = lambda *_: OpCost(1.0, launch_s=50.0)  # noqa: E731
     run = partial(simulate, Engine, partial(nn.Linear, 8, 8), CONFIG, linear_step, DESKTOP, costs)
     report, hidden = run(host=HostCosts(0.0, 0.0, 0.0)), run()
     assert report.host_s >= 50 * report.compute_s * 0.9

@@ -3,17 +3,16 @@
 from functools import partial
 
 import pytest
-import simulated_machines
 import torch
-from toys import mean_square
+from seeded import run_step
+from toys import inputs, layers, mean_square, update
 
 import patrickstar as ps
 from patrickstar._dry_run.simulation import simulate
 from patrickstar.errors import BudgetError, ConfigError
 
 from .group_optimizers import KINDS, Branches, Elsewhere, GlobalScale, batch, config_of, train
-
-LAPTOP = simulated_machines.LAPTOP.model_copy(update={"disk": simulated_machines.DESKTOP.disk})
+from .test_dry_run import LAPTOP
 
 
 @pytest.mark.parametrize("where", ["accumulated", "disk", "in backward"])
@@ -34,8 +33,7 @@ def test_clipping_and_a_scheduler_with_a_warm_up_reach_it():
     ps.testing.assert_exact(Branches, batches, config_of(Elsewhere), max_norm=0.1, scheduler=warm_up, accumulation=2)
 
 
-def wide():
-    return torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6)))
+wide = partial(layers, 64, 6)
 
 
 def tight(host_bytes, **options):
@@ -59,10 +57,7 @@ def test_a_host_budget_that_cannot_hold_the_group_is_refused_in_bytes(disk, tmp_
     def script(trainer, optimizer):
         results = []
         for step in range(4):
-            loss = mean_square(trainer(torch.randn(2, 64, generator=torch.Generator().manual_seed(step))))
-            trainer.backward(loss)
-            optimizer.step()
-            results.append(loss.detach().clone())
+            results.append(update(trainer, mean_square(trainer(*inputs(1, 64, rows=2, seed=step)[0]))))
             if isinstance(trainer, ps.Engine):
                 stats = trainer.stats.last
                 assert stats.host_peak_model_bytes + stats.host_peak_non_model_bytes <= enough
@@ -79,8 +74,7 @@ def test_a_dry_run_moves_the_bytes_of_a_run(disk, tmp_path):
 
     def step(engine, device="meta"):
         for _ in range(3 if device == "cpu" else 1):
-            engine.backward(mean_square(engine(torch.ones(2, 64, device=device))))
-            engine.optimizer.step()
+            run_step(engine, (torch.ones(2, 64, device=device),))
             stats = engine.stats.last
             moved.append((stats.h2d_bytes, stats.d2h_bytes, stats.disk_read_bytes, stats.disk_write_bytes))
 

@@ -9,7 +9,7 @@ import pytest
 import speculation_cases as cases
 import torch
 from lock_free_cases import HOST_BYTES, config_of, engine_with, replaying
-from probes import optimizer_step_of
+from probes import fail_at, optimizer_step_of
 from seeded import assert_same_model, reference_of
 from speculation_cases import backward
 from toys import train
@@ -212,17 +212,7 @@ def test_a_step_that_was_interrupted_goes_on_where_it_stopped(monkeypatch):
         engine_with(config_of(ps.LockFree(after=1), host_memory="4MiB")) as engine,
         engine_with(config_of(None, host_memory="4MiB")) as exact,
     ):
-        lock_free, count = optimizer_step_of(engine).lock_free, 0
-        accept = lock_free.accept
-
-        def interrupted(*args):
-            nonlocal count
-            count += 1
-            if count == 5:
-                raise KeyboardInterrupt
-            accept(*args)
-
-        monkeypatch.setattr(lock_free, "accept", interrupted)
+        calls = fail_at(monkeypatch, optimizer_step_of(engine).lock_free, "accept", 5, KeyboardInterrupt())
         for number in range(4):
             ps.testing.assert_same_bits([backward(exact, number)], [backward(engine, number)], f"loss {number}")
             exact.optimizer.step()
@@ -230,7 +220,7 @@ def test_a_step_that_was_interrupted_goes_on_where_it_stopped(monkeypatch):
                 engine.optimizer.step()
             except KeyboardInterrupt:
                 engine.optimizer.step()
-        assert count > 5 and optimizer_step_of(engine).steps == 4
+        assert len(calls) > 5 and optimizer_step_of(engine).steps == 4
 
 
 def test_the_engine_of_a_folder_is_the_model_of_its_masters(engine):

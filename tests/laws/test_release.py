@@ -14,7 +14,7 @@ import torch
 from probes import manager_of
 from sampling import draws
 from torch import nn
-from toys import Shape, batches, inputs, layers, train
+from toys import Shape, batches, inputs, layers, module, train
 
 import patrickstar as ps
 from patrickstar._chunks.chunk_manager import ChunkManager
@@ -106,20 +106,17 @@ def test_everything_goes_back(build, use, ending, tmp_path):
     check_nothing_is_left(parts, files)
 
 
-class Failing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = SHAPE.build(), SHAPE.build()
-        raise ValueError("no model today")
+def failing():
+    model = nn.ModuleList([SHAPE.build(), SHAPE.build()])
+    raise ValueError(f"no model today, after {len(model)}")
 
 
-class Complex(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.weight = SHAPE.build(), nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+with_complex_weight = module(
+    lambda m: None, first=SHAPE.build, weight=lambda: nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+)
 
 
-@pytest.mark.parametrize("model", [Failing, Complex, SHAPE.build], ids=["model", "parameter", "memory"])
+@pytest.mark.parametrize("model", [failing, with_complex_weight, SHAPE.build], ids=["model", "parameter", "memory"])
 def test_everything_goes_back_after_a_failing_initialize(model, tmp_path, monkeypatch):
     managers = []
     made = ChunkManager.__init__

@@ -6,7 +6,7 @@ import pytest
 import strict_device
 from laws.group_optimizers import Branches, GlobalScale, batch, config_of
 from laws.test_late_copies import some_are_slow
-from toys import mean_square
+from toys import mean_square, update
 
 import patrickstar as ps
 
@@ -18,11 +18,7 @@ def script(seed, trainer, optimizer):
     strict_device.configure(seed=seed)
     losses = []
     for step in range(STEPS):
-        loss = mean_square(trainer(batch(step).to("strict")))
-        trainer.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach().clone())
+        losses.append(update(trainer, mean_square(trainer(batch(step).to("strict")))))
     return losses
 
 
