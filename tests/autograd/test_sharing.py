@@ -5,7 +5,6 @@ from functools import partial
 import pytest
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from toys import mean_square, module, update
 
 import patrickstar as ps
@@ -31,7 +30,7 @@ def test_siamese_towers(config):
 @trains(lambda: Stack([linear()]))
 def test_a_weight_read_by_the_loss_outside_forward(trainer, optimizer):
     for (x,) in normal_batches():
-        yield update(trainer, mean_square(F.linear(trainer(x), trainer.module.head.weight)))
+        yield update(trainer, mean_square(nn.functional.linear(trainer(x), trainer.module.head.weight)))
 
 
 @trains(lambda: Stack([linear()]))

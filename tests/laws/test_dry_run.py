@@ -15,7 +15,6 @@ from sampling import drawn
 from seeded import engine_of, run_step
 from simulated_machines import DESKTOP
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from toys import Shape, batches, layers, module
 
@@ -166,7 +165,7 @@ class Text(nn.Module):
                 hidden = checkpoint(block, hidden, None, mask, use_reentrant=False)
             else:
                 hidden = block(hidden, None, mask)
-        return F.cross_entropy(self.head(self.norm(hidden)).flatten(0, 1).float(), labels.flatten())
+        return nn.functional.cross_entropy(self.head(self.norm(hidden)).flatten(0, 1).float(), labels.flatten())
 
 
 def ids_of(count: int) -> tuple[torch.Tensor, torch.Tensor]:

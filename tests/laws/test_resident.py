@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from sampling import drawn
 from seeded import compared, reference_of
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from toys import batches, inputs, layers, mean_square, module, train
 
@@ -96,7 +95,7 @@ def clips_in_place(m, x):
         m.layers[1].weight.clamp_(-0.2, 0.2)
     if m.view is None:
         m.view = m.layers[2].weight.detach()[:4]
-    return F.linear(m.layers(x), m.view).sum(1)
+    return nn.functional.linear(m.layers(x), m.view).sum(1)
 
 
 def changes(m, x):
@@ -118,7 +117,7 @@ def detaches_late(m, x):
     """From the fifth call on, read a trained weight without its gradient: autograd saves a view of it."""
     hidden = m.first(x)
     if m.calls > 4:
-        hidden = F.linear(hidden, m.second.weight.detach())
+        hidden = nn.functional.linear(hidden, m.second.weight.detach())
     return m.second(hidden)
 
 
@@ -244,8 +243,8 @@ def in_place_on_outputs(m, x):
     """Change outputs of operators in place: those that are views get another node in the graph."""
     weight = m.layers[0][0].weight
     hidden = torch.einsum("bi,oi->ob", x, weight).mul_(2.0).t()
-    hidden = hidden + F.bilinear(x, x, m.core).add_(1.0)
-    hidden = F.linear(hidden, weight).tanh_()
+    hidden = hidden + nn.functional.bilinear(x, x, m.core).add_(1.0)
+    hidden = nn.functional.linear(hidden, weight).tanh_()
     hidden = hidden + torch.tensordot(hidden, weight, dims=([1], [1]))[:, :8].relu_()
     hidden = hidden + m.lstm(hidden)[0] * 0.5 + m.attention(hidden, hidden, hidden)[0].sigmoid_()
     return m.layers(hidden)

@@ -8,7 +8,6 @@ import torch
 import toys
 from laws.test_late_copies import run_drawn, some_are_slow
 from torch import nn
-from torch.nn import functional as F
 
 import patrickstar as ps
 
@@ -42,7 +41,7 @@ class WordsThatAreRead(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         self.forwards += 1
-        out = self.body(F.embedding(ids, self.words.weight, self.padding_idx))
+        out = self.body(nn.functional.embedding(ids, self.words.weight, self.padding_idx))
         return out + self.words.weight[:3].sum() if self.forwards in (3, 5) else out
 
 
