@@ -41,8 +41,9 @@ def random_config(draw: random.Random, **options: Any) -> ps.Config:
     )
 
 
-def random_script(draw: random.Random, rank: int, seed: int) -> Callable[[Any], list[torch.Tensor]]:
+def random_script(draw: random.Random, seed: int) -> Callable[[Any], list[torch.Tensor]]:
     """Draw a loop. The tokens and their number differ between processes."""
+    rank = dist.get_rank()
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     data = [(torch.randint(0, 11, (2, 3 + (seed + rank + k) % 4), generator=generator),) for k in range(4)]
     options = {"accumulation": draw.choice([1, 1, 2, 4]), "reduce_once": draw.random() < 0.5}
@@ -59,21 +60,22 @@ def mesh_of(replicas: int) -> DeviceMesh | None:
 
 
 def compare(
-    world: World,
     build: Callable[[], nn.Module],
     config: ps.Config,
     script: Callable[[Any], Any],
     seed: int,
     replicas: int = 1,
-    **options: Any,
+    **more: Any,
 ) -> None:
-    """Assert that a script has bit-identical results with the reference and with an engine."""
+    """Assert that a script has bit-identical results with the reference and with an engine; `more`: hooks."""
+    hooks = {"poison": True, "meter": ps.testing.NoMeter(), "mesh": mesh_of(replicas)} | more
+    world = hooks.pop("world", None) or World(CPU)
     torch.manual_seed(seed)
     reference = AveragingTrainer(build, config, replicas=replicas)
     torch.manual_seed(100 * seed + world.rank)
     expected = script(reference)
     torch.manual_seed(seed)
-    engine = ps.Engine(build, config, poison=True, world=world, **options)
+    engine = ps.Engine(build, config, world=world, **hooks)
     torch.manual_seed(100 * seed + world.rank)
     found = script(engine)
     check_alignment(engine)
@@ -88,15 +90,11 @@ def compare(
 @ranks.joined
 def everything_evicted(seeds: list[int], replicas: int = 1) -> None:
     """Train random models; runs in each process."""
-    mesh = mesh_of(replicas)
     for seed in seeds:
         draw = random.Random(seed)
         shape, config = random_shape(draw), random_config(draw)
         print(f"seed {seed}: {shape}, {config!r}", flush=True)
-        world = World(CPU)
-        script = random_script(draw, world.rank, seed)
-        options = {"meter": ps.testing.NoMeter(), "evict_everything": True}
-        compare(world, shape.build, config, script, seed, replicas, mesh=mesh, **options)
+        compare(shape.build, config, random_script(draw, seed), seed, replicas, evict_everything=True)
 
 
 def in_small_pieces(**options: Any) -> None:
@@ -108,21 +106,20 @@ def in_small_pieces(**options: Any) -> None:
 @ranks.joined
 def any_budget(seeds: list[int], replicas: int = 1) -> None:
     """Train under budgets that differ between processes, with varying non-model data; runs in each process."""
-    mesh = mesh_of(replicas)
+    size = dist.get_world_size()
     for seed in seeds:
         draw = random.Random(seed)
         shape, config = random_shape(draw), random_config(draw)
-        world = World(CPU)
-        script = random_script(draw, world.rank, seed)
-        own = random.Random(100 * seed + world.rank)
+        script = random_script(draw, seed)
+        own = random.Random(100 * seed + dist.get_rank())
         wave_bytes, spare_bytes = own.randint(0, 12000), own.randint(0, 16000)
-        # A chunk group is as large as `world.size` chunks.
-        group = config.chunk_size if config.chunk_size == "auto" else config.chunk_size * world.size
+        # A chunk group has as many chunks as there are processes.
+        group = config.chunk_size if config.chunk_size == "auto" else config.chunk_size * size
         # An update with an accumulated gradient list needs one shard more than the check before training counts.
-        least = smallest_device_bytes(shape, group, config.precision) + 2048 * world.size
+        least = smallest_device_bytes(shape, group, config.precision) + 2048 * size
         config = config.model_copy(update={"device_memory": 2 * least + spare_bytes + wave_bytes})
         print(f"seed {seed}: {shape}, {config!r}, waves of {wave_bytes}", flush=True)
-        compare(world, shape.build, config, script, seed, replicas, mesh=mesh, meter=Waves(wave_bytes))
+        compare(shape.build, config, script, seed, replicas, meter=Waves(wave_bytes))
 
 
 def train_short(data: list[Any], short: bool, accumulation: int, trainer: Any) -> list[torch.Tensor]:
@@ -137,11 +134,11 @@ def test_chunks_that_are_reduced_before_they_are_complete(seeds):
     """Train while incomplete chunks must leave the devices of some ranks."""
     for seed in seeds:
         draw = random.Random(seed)
-        shape, config, world = random_shape(draw), random_config(draw), World(CPU)
+        shape, config, rank = random_shape(draw), random_config(draw), dist.get_rank()
         print(f"seed {seed}: {shape}, {config!r}", flush=True)
-        data = [(torch.randint(0, 11, (2, 4), generator=torch.Generator().manual_seed(world.rank)),)] * 6
-        script = partial(train_short, data, (world.rank + seed) % 2 == 0, draw.choice([1, 3]))
-        compare(world, shape.build, config, script, seed, meter=ps.testing.NoMeter())
+        data = [(torch.randint(0, 11, (2, 4), generator=torch.Generator().manual_seed(rank)),)] * 6
+        script = partial(train_short, data, (rank + seed) % 2 == 0, draw.choice([1, 3]))
+        compare(shape.build, config, script, seed)
 
 
 @ranks.in_processes(2)
@@ -173,17 +170,15 @@ def branches(seeds: list[int], replicas: int = 1) -> None:
 
     All processes drop gradients, write to parameters and step, but at different points of their loops.
     """
-    mesh = mesh_of(replicas)
     for seed in seeds:
-        draw = random.Random(seed)
+        draw, number = random.Random(seed), 100 * seed + dist.get_rank()
         config = random_config(draw)
-        world = World(CPU)
-        own = random.Random(100 * seed + world.rank)
+        own = random.Random(number)
         evict = own.random() < 0.5
         once = draw.random() < 0.5  # all processes have as many backwards, and reduce in the last one
         print(f"seed {seed}: {config!r}, evict {evict}, once {once}", flush=True)
 
-        def script(trainer: Any, own_seed: int = 100 * seed + world.rank, once: bool = once) -> list[torch.Tensor]:
+        def script(trainer: Any, own_seed: int = number, once: bool = once) -> list[torch.Tensor]:
             own, seen = random.Random(own_seed), []
             together = random.Random(own_seed // 100)
             for _ in range(5):
@@ -209,8 +204,7 @@ def branches(seeds: list[int], replicas: int = 1) -> None:
                     trainer.optimizer.zero_grad()
             return seen
 
-        options = {"meter": ps.testing.NoMeter(), "evict_everything": evict}
-        compare(world, Branches, config, script, seed, replicas, mesh=mesh, **options)
+        compare(Branches, config, script, seed, replicas, evict_everything=evict)
 
 
 def test_processes_that_all_wait_for_memory():
@@ -221,11 +215,11 @@ def test_processes_that_all_wait_for_memory():
 @ranks.in_processes(4)
 def test_gradients_that_the_last_step_does_not_lead_to_expect():
     """Use a parameter on one rank that it did not use in the last step, after others in its chunk; on all ranks."""
-    world = World(CPU)
-    paths = [[2, 3], [4, 3, 2]] if world.rank == 0 else [[2, 3, 4], [2, 3, 4]]
-    data = [(torch.tensor([[world.rank, 4, step]]), path) for step, path in enumerate(paths * 3)]
+    rank = dist.get_rank()
+    paths = [[2, 3], [4, 3, 2]] if rank == 0 else [[2, 3, 4], [2, 3, 4]]
+    data = [(torch.tensor([[rank, 4, step]]), path) for step, path in enumerate(paths * 3)]
     config = ps.Config(device="cpu", precision="fp32", chunk_size=1024, optimizer=ps.AdamW(lr=1e-2))
-    compare(world, Branches, config, lambda trainer: train(trainer, data), 0, meter=ps.testing.NoMeter())
+    compare(Branches, config, lambda trainer: train(trainer, data), 0)
 
 
 SLOW = pytest.mark.slow

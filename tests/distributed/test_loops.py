@@ -15,7 +15,7 @@ from patrickstar._distributed.process_group import World
 
 from . import ranks
 from .reference import AveragingTrainer
-from .test_exactness import CPU, compare, mesh_of
+from .test_exactness import CPU, compare
 
 
 class Odd(nn.Module):
@@ -117,13 +117,11 @@ SCRIPTS = {
 )
 @ranks.in_processes()
 def test_unusual_loops(size, replicas):
-    mesh = mesh_of(replicas)
     for seed, (name, (build, script)) in enumerate(SCRIPTS.items()):
         precision, evict = ("bf16", "fp32")[seed % 2], seed % 3 > 0
         print(name, precision, evict, flush=True)
         config = ps.Config(device="cpu", precision=precision, chunk_size=1200, optimizer=ps.AdamW(lr=1e-2))
-        options = {"meter": ps.testing.NoMeter(), "evict_everything": evict}
-        compare(World(CPU), build, config, script, seed, replicas, mesh=mesh, **options)
+        compare(build, config, script, seed, replicas, evict_everything=evict)
 
 
 @ranks.in_processes(2)
@@ -148,7 +146,7 @@ def test_two_engines():
             seen.append(target)
         return seen
 
-    compare(world, Odd, config, script, 0, meter=ps.testing.NoMeter(), evict_everything=world.rank == 1)
+    compare(Odd, config, script, 0, world=world, evict_everything=world.rank == 1)
     assert not world.closed, "the teacher still uses the process group"
     if world.rank == 0:
         with torch.no_grad():
@@ -161,18 +159,16 @@ def test_two_engines():
 @pytest.mark.parametrize("seeds", [ranks.seeds(2)])
 @ranks.in_processes(2)
 def test_masters_and_states_on_disk(tmp_path, seeds, replicas, more_bytes):
-    mesh = mesh_of(replicas)
     for seed in seeds:
         draw = random.Random(seed)
         shape = Shape(("mlp",) * 48, tied=draw.random() < 0.5, frozen_norms=False, checkpointing=draw.random() < 0.5)
-        world = World(CPU)
-        own = random.Random(10 * seed + world.rank)
+        own = random.Random(10 * seed + dist.get_rank())
         config = ps.Config(
             device="cpu",
             precision="fp32",
             chunk_size=draw.choice([1000, 3000]),
             device_memory=own.randint(10_000, 20_000),
-            host_memory=world.size * (own.randint(205_000, 225_000) + more_bytes),
+            host_memory=dist.get_world_size() * (own.randint(205_000, 225_000) + more_bytes),
             disk=ps.Disk(tmp_path),
         )
         print(f"seed {seed}: {shape}, {config!r}", flush=True)
@@ -189,6 +185,5 @@ def test_masters_and_states_on_disk(tmp_path, seeds, replicas, more_bytes):
                 engines.append(trainer)
             return seen
 
-        options = {"meter": ps.testing.NoMeter(), "page_bytes": 4096}
-        compare(world, shape.build, config, script, seed, replicas, mesh=mesh, **options)
+        compare(shape.build, config, script, seed, replicas, page_bytes=4096)
         assert engines

@@ -4,6 +4,7 @@ import random
 from functools import partial
 
 import pytest
+import torch.distributed as dist
 from laws.test_optimizer_classes import CountsInGroup
 from laws.test_whole_parameters import OPTIMIZERS, Model
 from laws.tiers import inputs
@@ -29,7 +30,7 @@ CASES = OPTIMIZERS | {
 def test_bits_of_plain_pytorch(size, seeds):
     """Train with matrices that are larger than a chunk, and that are not."""
     for seed in seeds:
-        draw, world = random.Random(seed), World(CPU)
+        draw = random.Random(seed)
         name = sorted(CASES)[seed % len(CASES)]
         config = ps.Config(
             device="cpu",
@@ -39,9 +40,8 @@ def test_bits_of_plain_pytorch(size, seeds):
         )
         loop = draw.choice([{}, {"max_norm": 0.1}, {"accumulation": 2}])
         print(f"seed {seed}: {name}, {config!r}, {loop}", flush=True)
-        batches = [tuple(tensor * (1 + world.rank) for tensor in batch) for batch in inputs(4)]
-        hooks = {"meter": ps.testing.NoMeter(), "evict_everything": draw.random() < 0.5}
-        compare(world, Model, config, partial(train, data=batches, **loop), seed, **hooks)
+        batches = [tuple(tensor * (1 + dist.get_rank()) for tensor in batch) for batch in inputs(4)]
+        compare(Model, config, partial(train, data=batches, **loop), seed, evict_everything=draw.random() < 0.5)
 
 
 @ranks.in_processes(2)
