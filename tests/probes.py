@@ -88,6 +88,20 @@ def collectives_of(engine: Engine) -> Collectives:
     return engine._core.data.comm.collectives
 
 
+def fail_at(patch: Any, owner: Any, name: str, number: int, error: BaseException) -> list[Any]:
+    """Let the call of this number of a function raise an error; return a list of the calls that others have made."""
+    function, calls = getattr(owner, name), []
+
+    def call(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == number:
+            raise error
+        return function(*args)
+
+    patch.setattr(owner, name, call)
+    return calls
+
+
 def complete_updates(engine: Engine) -> None:
     """Wait for deferred updates."""
     engine._core.complete()

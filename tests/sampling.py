@@ -33,6 +33,12 @@ def draws(count: int) -> int:
     return count if nightly() else -(-count // FAST_SHARE)
 
 
+def drawn(count: int, *strategies: Any, fast: int | None = None, **named: Any) -> Callable[[Any], Any]:
+    """Return hypothesis' `given` with `count` draws in `make nightly`; `fast` in `make test`, by default a sixth."""
+    chosen = settings(max_examples=count if nightly() else fast or draws(count), print_blob=True)
+    return lambda test: chosen(given(*strategies, **named)(test))
+
+
 def fixed_draws(count: int) -> Callable[..., Any]:
     """Return hypothesis' `given` with so many draws, thinned as by `draws`, and the same in every run."""
     chosen = settings(derandomize=True, max_examples=draws(count))

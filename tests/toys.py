@@ -106,6 +106,14 @@ def mean_square(output: torch.Tensor) -> torch.Tensor:
     return output.float().pow(2).mean()
 
 
+def update(trainer: Any, loss: torch.Tensor, **options: Any) -> torch.Tensor:
+    """Run one backward and one step, and wait for nothing; return a copy of the loss."""
+    trainer.backward(loss, **options)
+    trainer.optimizer.step()
+    trainer.optimizer.zero_grad()
+    return loss.detach().clone()
+
+
 def train(
     trainer: Any,
     data: Iterable[Sequence[Any]],

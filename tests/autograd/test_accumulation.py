@@ -3,11 +3,11 @@
 import pytest
 import torch
 import torch.nn as nn
-from toys import mean_square, module
+from toys import mean_square, module, update
 
 from patrickstar import testing
 
-from .zoo import WIDTH, Stack, call_block, compare_steps, linear, mlp, normal, normal_batches, trains, update
+from .zoo import WIDTH, Stack, call_block, compare_steps, linear, mlp, normal, normal_batches, trains
 
 
 @pytest.mark.parametrize("accumulation", [2, 3])
@@ -21,33 +21,33 @@ def test_accumulation_with_a_last_short_batch(accumulation, config, checkpointin
 def two_forwards_then_two_backwards(trainer, optimizer, x):
     first, second = mean_square(trainer(x)), mean_square(trainer(-x) - 1)
     trainer.backward(first)
-    return first.detach(), update(trainer, optimizer, second)
+    return first.detach(), update(trainer, second)
 
 
 def two_forwards_then_one_backward(trainer, optimizer, x):
-    return [update(trainer, optimizer, mean_square(trainer(x)) + mean_square(trainer(-x) - 1))]
+    return [update(trainer, mean_square(trainer(x)) + mean_square(trainer(-x) - 1))]
 
 
 def one_forward_with_two_losses(trainer, optimizer, x):
     output = trainer(x)
     first, second = mean_square(output), output.float().abs().mean()
     trainer.backward(first, retain_graph=True)
-    return first.detach(), update(trainer, optimizer, second)
+    return first.detach(), update(trainer, second)
 
 
 def a_discarded_gradient(trainer, optimizer, x):
     """Call zero_grad without a step: the gradients are discarded and the weights unchanged."""
     trainer.backward(mean_square(trainer(x * 7)))
     optimizer.zero_grad()
-    return [update(trainer, optimizer, mean_square(trainer(x)))]
+    return [update(trainer, mean_square(trainer(x)))]
 
 
 def a_forward_without_backward(trainer, optimizer, x):
-    return mean_square(trainer(x * 7)).detach(), update(trainer, optimizer, mean_square(trainer(x)))
+    return mean_square(trainer(x * 7)).detach(), update(trainer, mean_square(trainer(x)))
 
 
 def a_step_without_backward(trainer, optimizer, x):
-    loss = update(trainer, optimizer, mean_square(trainer(x)))
+    loss = update(trainer, mean_square(trainer(x)))
     optimizer.step()
     optimizer.zero_grad()
     return [loss]
@@ -64,7 +64,7 @@ def zeroing_before_backward_instead_of_after_the_step(trainer, optimizer, x):
 def a_backward_through_weights_of_an_earlier_step(trainer, optimizer, x):
     """The weights that the graph saved have changed: PyTorch detects this, and the engine must not hide it."""
     stale = mean_square(trainer(-x))
-    loss = update(trainer, optimizer, mean_square(trainer(x)))
+    loss = update(trainer, mean_square(trainer(x)))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         trainer.backward(stale)
     optimizer.zero_grad()
@@ -83,17 +83,6 @@ def test_unusual_steps(step, config, recomputing):
     compare_steps(lambda: Stack([mlp(), linear()], recomputing), config, step)
 
 
-@trains(lambda: Stack([mlp()]))
-def test_accumulation_changes_from_step_to_step(trainer, optimizer):
-    for step, micro_batches in enumerate([1, 3, 1, 2]):
-        for (x,) in normal_batches(micro_batches):
-            loss = mean_square(trainer(x + step))
-            trainer.backward(loss)
-            yield loss.detach()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 @pytest.mark.parametrize("kind", ["hook", "post-accumulate hook"])
 @trains(lambda: Stack([mlp(), linear()]))
 def test_hooks_of_the_user_on_a_parameter(trainer, optimizer, kind):
@@ -104,7 +93,7 @@ def test_hooks_of_the_user_on_a_parameter(trainer, optimizer, kind):
     else:
         weight.register_post_accumulate_grad_hook(lambda param: calls.append(param))
     for number, (x,) in enumerate(normal_batches(), start=1):
-        yield update(trainer, optimizer, mean_square(trainer(x)))
+        yield update(trainer, mean_square(trainer(x)))
         assert len(calls) == number
 
 

@@ -7,8 +7,7 @@ from probes import optimizer_step_of
 from torch import nn
 from toys import Made, layers, mean_square, module, train
 
-from patrickstar import testing
-from patrickstar._engine.engine import Engine
+import patrickstar as ps
 from patrickstar._kernels.cpp_backend import CppBackend
 from patrickstar._step.host_updates import HostUpdates
 from patrickstar.errors import TrainingError
@@ -40,7 +39,7 @@ twice = module(checkpoint_twice, shared=linear, own=linear)
 def test_the_same_bits(build, accumulation, stress, config, checkpointing):
     data = normal_batches(4 * accumulation)
     script = lambda trainer, _: train(trainer, data, accumulation=accumulation, update=True)  # noqa: E731
-    testing.compare(lambda: build(checkpointing), config, script, stress=stress)
+    ps.testing.compare(lambda: build(checkpointing), config, script, stress=stress)
 
 
 @pytest.mark.skipif(CppBackend.find() is None, reason="without the C++ kernel nothing runs beside operators")
@@ -49,7 +48,7 @@ def test_the_same_bits_while_operators_run(precision):
     width = 1100
 
     def script(trainer, optimizer):
-        if isinstance(trainer, Engine):
+        if isinstance(trainer, ps.Engine):
             step = optimizer_step_of(trainer)
             step.host_updates = HostUpdates(step.kernels, None)
             step.running.add = mock.Mock(wraps=step.running.add)
@@ -57,11 +56,11 @@ def test_the_same_bits_while_operators_run(precision):
             loss = mean_square(trainer(normal(2, width, seed=seed)))
             trainer.backward(loss, update=True)
             optimizer.step()
-        assert not isinstance(trainer, Engine) or step.running.add.call_count >= 4
+        assert not isinstance(trainer, ps.Engine) or step.running.add.call_count >= 4
         return []
 
     config = small_chunks(precision, chunk_bytes=1 << 22).model_copy(update={"device_memory": 30 << 20})
-    testing.compare(lambda: layers(width, 3, nn.Tanh), config, script)
+    ps.testing.compare(lambda: layers(width, 3, nn.Tanh), config, script)
 
 
 def updated_before_the_step(engine):
@@ -74,7 +73,7 @@ def updated_before_the_step(engine):
 
 @pytest.fixture
 def engine(config):
-    with testing.stressed(stack, config) as engine:
+    with ps.testing.stressed(stack, config) as engine:
         yield engine
 
 
@@ -86,7 +85,7 @@ def test_chunks_are_updated_before_the_step(engine):
 
 
 def test_gradients_that_grow_under_reentrant_checkpointing_are_updated_in_the_step():
-    engine = testing.stressed(twice, small_chunks("bf16", chunk_bytes=64))
+    engine = ps.testing.stressed(twice, small_chunks("bf16", chunk_bytes=64))
     x = normal(2, WIDTH).requires_grad_()
     for _ in range(3):
         engine.backward(mean_square(engine(x)), update=True)
@@ -98,7 +97,7 @@ def test_gradients_that_grow_under_reentrant_checkpointing_are_updated_in_the_st
 
 def test_a_parameter_that_gets_no_gradient_is_not_waited_for():
     branch = module(lambda m, x: m.one(x), one=linear, never=linear)
-    with testing.stressed(branch, small_chunks("bf16", chunk_bytes=1 << 16)) as engine:
+    with ps.testing.stressed(branch, small_chunks("bf16", chunk_bytes=1 << 16)) as engine:
         assert updated_before_the_step(engine) == {"one.weight", "one.bias"}
 
 
@@ -108,7 +107,7 @@ def test_no_more_bytes_move(precision):
     for update in (False, True):
         # Smaller than the `param16` list, so that chunks are evicted and fetched.
         config = small_chunks(precision).model_copy(update={"device_memory": 3600 if precision == "bf16" else 7200})
-        engine = Engine(stack, config, meter=testing.NoMeter(), speculates=False)
+        engine = ps.Engine(stack, config, meter=ps.testing.NoMeter(), speculates=False)
         for (x,) in normal_batches(4):
             engine.backward(mean_square(engine(x)), update=update)
             engine.optimizer.step()
@@ -144,7 +143,7 @@ def test_a_learning_rate_changed_too_late_is_refused(engine):
 
 
 def test_fp16_waits_for_all_gradients():
-    engine = testing.stressed(stack, small_chunks("fp16"))
+    engine = ps.testing.stressed(stack, small_chunks("fp16"))
     with pytest.raises(TrainingError, match="fp16"):
         engine.backward(mean_square(engine(normal(2, WIDTH))), update=True)
     engine.backward(mean_square(engine(normal(2, WIDTH))))
@@ -162,7 +161,7 @@ def test_a_step_unlike_earlier_steps_raises_by_name():
         return m.last(m.middle(hidden))
 
     rereads = module(forward, first=linear, middle=mlp, last=linear, reread=bool)
-    engine = testing.stressed(rereads, small_chunks("bf16", chunk_bytes=64))
+    engine = ps.testing.stressed(rereads, small_chunks("bf16", chunk_bytes=64))
     assert updated_before_the_step(engine)
     engine.optimizer.step()
     engine.module.reread = True
@@ -200,13 +199,13 @@ def test_a_resumed_engine_observes_a_step_first():
     """Observations of gradients are not saved: under reentrant checkpointing some gradients grow."""
 
     data = [(normal(2, WIDTH, seed=step).requires_grad_(),) for step in range(3)]
-    one, other = (testing.stressed(twice, small_chunks("bf16", chunk_bytes=64)) for _ in range(2))
+    one, other = (ps.testing.stressed(twice, small_chunks("bf16", chunk_bytes=64)) for _ in range(2))
     train(one, data, update=True)
     other.load_state_dict(one.state_dict())
     other.optimizer.load_state_dict(one.optimizer.state_dict())
     for engine in (one, other):
         train(engine, data, update=True)
-    testing.assert_same_bits(one.state_dict(), other.state_dict(), "parameters")
+    ps.testing.assert_same_bits(one.state_dict(), other.state_dict(), "parameters")
     one.close()
     other.close()
 
@@ -214,7 +213,7 @@ def test_a_resumed_engine_observes_a_step_first():
 def test_close_waits_for_running_updates():
     width = 1200
     config = small_chunks("bf16", chunk_bytes=1 << 23).model_copy(update={"device_memory": 8 << 20})  # not the states
-    engine = Engine(lambda: nn.Linear(width, width), config, meter=testing.NoMeter())
+    engine = ps.Engine(lambda: nn.Linear(width, width), config, meter=ps.testing.NoMeter())
     optimizer_step = optimizer_step_of(engine)
     optimizer_step.host_updates = HostUpdates(optimizer_step.kernels, None)
     x = normal(2, width)

@@ -6,12 +6,11 @@ import pytest
 import torch
 import torch.nn as nn
 from pydantic import Field
-from toys import mean_square, module
+from toys import mean_square, module, update
 
 import patrickstar as ps
-from patrickstar import testing
 
-from .zoo import WIDTH, Stack, linear, mlp, normal, normal_batches, small_chunks, train, trains, update
+from .zoo import WIDTH, Stack, linear, mlp, normal, normal_batches, small_chunks, train, trains
 
 
 class Trip(RuntimeError):
@@ -82,9 +81,9 @@ def assert_failure_leaves_no_trace(build, config):
         return losses
 
     for failing in (False, True):
-        testing.compare(build, config, lambda *trainer, failing=failing: script(*trainer, failing))
+        ps.testing.compare(build, config, lambda *trainer, failing=failing: script(*trainer, failing))
     for found in runs[1:]:
-        testing.assert_same_bits(runs[0], found, "steps around the failure")
+        ps.testing.assert_same_bits(runs[0], found, "steps around the failure")
 
 
 def test_exception_in_backward(config, checkpointing):
@@ -103,7 +102,7 @@ def test_exception_between_micro_batches_keeps_earlier_gradients(trainer, optimi
     yield from train(trainer, steps=1)
     trainer.backward(mean_square(trainer(*normal_batches(1)[0])))
     trip_forward(trainer, 1, Trip)
-    yield update(trainer, optimizer, mean_square(trainer(*normal_batches(2)[1])))
+    yield update(trainer, mean_square(trainer(*normal_batches(2)[1])))
     yield from train(trainer, steps=1)
 
 
@@ -118,7 +117,7 @@ def test_an_exception_that_the_model_catches(config, checkpointing):
             return m.otherwise(x)
 
     recovering = module(forward, wire=Tripwire, otherwise=linear)
-    testing.assert_exact(lambda: Stack([recovering(), mlp()], checkpointing), normal_batches(), config)
+    ps.testing.assert_exact(lambda: Stack([recovering(), mlp()], checkpointing), normal_batches(), config)
 
 
 @trains(lambda: Stack([mlp()]))
@@ -158,7 +157,7 @@ class Breaking(ps.Optimizer):
 
 def test_after_a_failed_update_the_engine_continues_with_valid_parameters():
     options = Breaking(calls=[])
-    engine = testing.stressed(mlp, small_chunks("bf16", chunk_bytes=1 << 16, optimizer=options))
+    engine = ps.testing.stressed(mlp, small_chunks("bf16", chunk_bytes=1 << 16, optimizer=options))
     before = engine.state_dict()
     (x,) = normal_batches(1)[0]
     engine.backward(mean_square(engine(x)))

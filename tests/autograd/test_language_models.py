@@ -3,10 +3,11 @@
 import pytest
 import torch
 import transformers
+from toys import update
 
 from patrickstar import testing
 
-from .zoo import small_chunks, tokens, trains, update
+from .zoo import small_chunks, tokens, trains
 
 # Every version of the library knows this name; the newest one deprecates it.
 pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
@@ -95,7 +96,7 @@ def test_evaluation_without_grad_between_steps(trainer, optimizer):
         with torch.no_grad():
             logits = trainer(**batch).logits.clone()
         yield logits
-        update(trainer, optimizer, trainer(**batch).loss)
+        update(trainer, trainer(**batch).loss)
 
 
 @trains(lambda: build("gpt2"))
@@ -103,4 +104,4 @@ def test_inputs_given_as_embeddings(trainer, optimizer):
     """Prompt tuning: the user reads the embedding's weight and passes vectors to the model."""
     for batch in batches():
         vectors = trainer.module.get_input_embeddings()(batch["input_ids"])
-        yield update(trainer, optimizer, trainer(inputs_embeds=vectors, labels=batch["labels"]).loss)
+        yield update(trainer, trainer(inputs_embeds=vectors, labels=batch["labels"]).loss)

@@ -7,13 +7,11 @@ import pytest
 import torch
 import torch.nn as nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
-from toys import mean_square, module
+from toys import mean_square, module, update
 
 import patrickstar as ps
-from patrickstar import testing
-from patrickstar._engine.engine import Engine
 
-from .zoo import WIDTH, Stack, assert_blocks_exact, linear, normal, normal_batches, tokens, train, trains, update
+from .zoo import WIDTH, Stack, assert_blocks_exact, linear, normal, normal_batches, tokens, train, trains
 
 
 def recurrent(*args, layer=nn.LSTM, **options):
@@ -117,7 +115,7 @@ EMBEDDINGS = {
 
 @pytest.mark.parametrize("kind", EMBEDDINGS)
 def test_embeddings(kind, config):
-    testing.assert_exact(EMBEDDINGS[kind], [(tokens(11, 2, 5, seed=step),) for step in range(3)], config)
+    ps.testing.assert_exact(EMBEDDINGS[kind], [(tokens(11, 2, 5, seed=step),) for step in range(3)], config)
 
 
 @pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell], ids=lambda cell: cell.__name__)
@@ -128,7 +126,7 @@ def test_recurrent_cell_unrolled(cell, config):
             state = m.cell(position, state)
         return m.head(state[0] if isinstance(state, tuple) else state)
 
-    testing.assert_exact(module(forward, cell=lambda: cell(WIDTH, WIDTH), head=linear), normal_batches(), config)
+    ps.testing.assert_exact(module(forward, cell=lambda: cell(WIDTH, WIDTH), head=linear), normal_batches(), config)
 
 
 @trains(lambda: nn.LSTM(WIDTH, WIDTH, batch_first=True))
@@ -138,17 +136,17 @@ def test_hidden_state_carried_from_step_to_step(trainer, optimizer):
     for (x,) in normal_batches():
         output, state = trainer(x, state)
         state = tuple(each.detach() for each in state)
-        yield update(trainer, optimizer, mean_square(output))
+        yield update(trainer, mean_square(output))
     yield from state
 
 
 def test_copies_of_attention_layers_call_their_own_forward():
     """Encoder layers take a fast path in inference."""
     x = normal(2, 3, WIDTH, seed=1)
-    engine = Engine(
+    engine = ps.Engine(
         lambda: nn.Sequential(encoder_layer(), encoder_layer()),
         ps.Config(device="cpu", precision="fp32"),
-        meter=testing.NoMeter(),
+        meter=ps.testing.NoMeter(),
     )
     copied, pickled = copy.deepcopy(engine.module).eval(), pickle.loads(pickle.dumps(engine.module)).eval()
     layer = engine.module[0]

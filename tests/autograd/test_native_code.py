@@ -9,13 +9,11 @@ import torch.nn as nn
 from torch.func import functional_call, grad, hessian, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 from torch.utils.cpp_extension import load_inline
-from toys import layers, mean_square, module
+from toys import layers, mean_square, module, update
 
 import patrickstar as ps
-from patrickstar import testing
-from patrickstar.errors import ModelError
 
-from .zoo import WIDTH, compare_steps, linear, normal, normal_batches, small_chunks, train, update
+from .zoo import WIDTH, compare_steps, linear, normal, normal_batches, small_chunks, train
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
@@ -123,7 +121,7 @@ READERS = {
 @pytest.mark.parametrize("stress", [True, False], ids=["evicted", "resident"])
 @pytest.mark.parametrize("reader", READERS)
 def test_reader(reader, stress):
-    testing.assert_exact(
+    ps.testing.assert_exact(
         reading(READERS[reader]), normal_batches(8), small_chunks("fp32"), accumulation=2, stress=stress
     )
 
@@ -136,7 +134,7 @@ def late(request):
 
 def check_refused(function):
     """Check that a function is refused by the name of the parameter that it reads, which has been evicted."""
-    engine = testing.stressed(reading(function), small_chunks("fp32"))
+    engine = ps.testing.stressed(reading(function), small_chunks("fp32"))
     with pytest.raises(RuntimeError, match=r"'weight'.* is read outside of Python .*parameter\.clone\(\)"):
         engine(*normal_batches()[0])
 
@@ -169,7 +167,7 @@ def test_extension_in_cpp():
     }"""
     extension = load_inline("patrickstar_tests_native", source, functions=["scaled", "copied"])
     for read in (lambda w: w.clone(), lambda w: w.detach()):
-        testing.assert_exact(
+        ps.testing.assert_exact(
             reading(lambda x, weight, bias, read=read: extension.scaled(x, read(weight))),
             normal_batches(),
             small_chunks("fp32"),
@@ -201,7 +199,7 @@ def test_block_of_torchscript(how, reentrant):
         trainer.module.load_state_dict({name: value * 2 for name, value in saved.items()})
         return [*losses, *saved.values(), *train(trainer)]
 
-    testing.compare(model, small_chunks("fp32"), script)
+    ps.testing.compare(model, small_chunks("fp32"), script)
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -209,7 +207,7 @@ def test_function_with_two_forwards_and_two_backwards(first):
     def step(trainer, optimizer, x):
         losses = [trainer(x).sum(), mean_square(trainer(2 * x))]
         trainer.backward(losses.pop(first))
-        yield update(trainer, optimizer, losses[0])
+        yield update(trainer, losses[0])
 
     compare_steps(reading(Product.apply), small_chunks("fp32"), step)
 
@@ -233,7 +231,7 @@ def test_transform(transform):
     def step(trainer, optimizer, x):
         out = TRANSFORMS[transform](trainer, x[0])
         yield out.detach()
-        yield update(trainer, optimizer, mean_square(out) if out.requires_grad else mean_square(trainer(x)))
+        yield update(trainer, mean_square(out) if out.requires_grad else mean_square(trainer(x)))
 
     compare_steps(three, small_chunks("fp32"), step, count=2)
 
@@ -244,7 +242,7 @@ def written(engine, x):
 
 REFUSED = {
     "of parameters themselves": (lambda engine, x: per_sample(engine.module, x, lambda p: p), RuntimeError, "clone"),
-    "that writes": (written, ModelError, "writes parameter '0.0.weight' inside a transform"),
+    "that writes": (written, ps.errors.ModelError, "writes parameter '0.0.weight' inside a transform"),
 }
 
 

@@ -11,7 +11,6 @@ from toys import mean_square
 
 import patrickstar as ps
 from patrickstar import testing
-from patrickstar.errors import ModelError
 
 from .zoo import WIDTH, Stack, linear, mlp, normal, normal_batches, through_a_file, train, trains
 
@@ -156,7 +155,7 @@ REPLACEMENTS = {
 def test_replacing_parameters_is_refused_by_name(replacement, config):
     engine, _ = ps.initialize(build, config)
     train(engine, steps=1)
-    with pytest.raises(ModelError, match=r"stem\."):
+    with pytest.raises(ps.errors.ModelError, match=r"stem\."):
         REPLACEMENTS[replacement](engine.module)
         engine(normal(2, 3, WIDTH))
 

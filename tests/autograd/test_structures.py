@@ -6,12 +6,12 @@ import dataclasses
 import pytest
 import torch
 import torch.nn as nn
-from toys import mean_square, module
+from toys import mean_square, module, update
 from transformers.utils import ModelOutput
 
 from patrickstar import testing
 
-from .zoo import WIDTH, Stack, assert_blocks_exact, linear, normal, normal_batches, small_chunks, trains, update
+from .zoo import WIDTH, Stack, assert_blocks_exact, linear, normal, normal_batches, small_chunks, trains
 
 
 @dataclasses.dataclass
@@ -161,7 +161,7 @@ def test_keyword_only_inputs_of_the_model(config):
 def test_gradient_of_an_input(trainer, optimizer):
     for (x,) in normal_batches():
         x.requires_grad_()
-        yield update(trainer, optimizer, mean_square(trainer(x)))
+        yield update(trainer, mean_square(trainer(x)))
         yield x.grad
 
 
@@ -174,7 +174,7 @@ def test_saved_tensor_hooks_of_the_user(trainer, optimizer):
     for (x,) in normal_batches():
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
             loss = mean_square(trainer(x))
-        yield update(trainer, optimizer, loss)
+        yield update(trainer, loss)
 
 
 @trains(two_layers, small_chunks("fp32"))
@@ -182,4 +182,4 @@ def test_autocast_around_forward(trainer, optimizer):
     for (x,) in normal_batches():
         with torch.autocast("cpu", torch.bfloat16):
             output = trainer(x)
-        yield update(trainer, optimizer, mean_square(output))
+        yield update(trainer, mean_square(output))

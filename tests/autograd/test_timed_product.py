@@ -7,7 +7,6 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import patrickstar as ps
-from patrickstar.testing import stressed
 
 IDS = torch.arange(12).view(3, 4)
 CONFIG = ps.Config(device="cpu", precision="fp32", device_memory="1MiB", host_memory="1MiB")
@@ -68,7 +67,7 @@ def counted(model):
     return counter.get_total_flops()
 
 
-@pytest.mark.parametrize("start", [ps.Engine, stressed], ids=["resident", "evicted"])
+@pytest.mark.parametrize("start", [ps.Engine, ps.testing.stressed], ids=["resident", "evicted"])
 @pytest.mark.parametrize("model", [Products, Checkpointed, FirstLayer])
 def test_operations_are_those_of_pytorchs_counter(model, start):
     expected = counted(model)

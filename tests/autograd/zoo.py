@@ -6,12 +6,10 @@ import io
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 import toys
 from torch.utils.checkpoint import checkpoint
 
 import patrickstar as ps
-from patrickstar import testing
 
 WIDTH = 8
 
@@ -34,19 +32,6 @@ def normal_batches(steps=3, *shape):
     return [(normal(*(shape or (2, 3, WIDTH)), seed=step),) for step in range(steps)]
 
 
-def next_token_loss(logits, batch):
-    (ids,) = batch
-    return F.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())
-
-
-def update(trainer, optimizer, loss):
-    """Run one backward and one step; return the loss."""
-    trainer.backward(loss)
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach().clone()
-
-
 def train(trainer, steps=3, first=0):
     """Train on the normal batches from `first` on."""
     return toys.train(trainer, normal_batches(first + steps)[first:])
@@ -67,7 +52,7 @@ def trains(build, config=None, **options):
             model_func = functools.partial(build, **{name: fixtures[name] for name in of_build})
             more = {name: fixtures[name] for name in of_loop}
             script = lambda *trainer: list(loop(*trainer, **more))  # noqa: E731
-            testing.compare(model_func, config or fixtures["config"], script, **options)
+            ps.testing.compare(model_func, config or fixtures["config"], script, **options)
 
         names = dict.fromkeys([*of_build, *of_loop, *([] if config else ["config"])])
         test.__signature__ = inspect.Signature(
@@ -84,7 +69,7 @@ def compare_steps(build, config, step, count=3):
     def script(trainer, optimizer):
         return [value for (x,) in normal_batches(count) for value in step(trainer, optimizer, x)]
 
-    testing.compare(build, config, script)
+    ps.testing.compare(build, config, script)
 
 
 def through_a_file(value, **options):
@@ -129,4 +114,4 @@ class Stack(nn.Module):
 
 def assert_blocks_exact(block_func, config, checkpointing="off"):
     """Assert exact training of two such blocks in a stack for three steps."""
-    testing.assert_exact(lambda: Stack([block_func(), block_func()], checkpointing), normal_batches(), config)
+    ps.testing.assert_exact(lambda: Stack([block_func(), block_func()], checkpointing), normal_batches(), config)

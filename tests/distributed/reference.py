@@ -12,10 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import patrickstar as ps
-from patrickstar import testing
 
 
-class AveragingOptimizer(testing.ReferenceOptimizer):
+class AveragingOptimizer(ps.testing.ReferenceOptimizer):
     """Optimizer of `AveragingTrainer`."""
 
     trainer: "AveragingTrainer"
@@ -29,7 +28,7 @@ class AveragingOptimizer(testing.ReferenceOptimizer):
         super().zero_grad()
 
 
-class AveragingTrainer(testing.ReferenceTrainer):
+class AveragingTrainer(ps.testing.ReferenceTrainer):
     """Plain PyTorch under the mixed-precision protocol, with gradients averaged over all processes.
 
     Gradients that a process accumulated in fp32 are rounded to the parameter's dtype, unless `reduce_dtype` is fp32.

@@ -1,23 +1,22 @@
 """Checkpoints of several processes: a resume on any number of processes restores the same bits."""
 
 import random
-import resource
 import shutil
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from laws.tiers import files_no_larger_than
 from sampling import draws
 from toys import outcome, train
 
 import patrickstar as ps
-from patrickstar import testing
 from patrickstar._checkpoint.direct_writer import DirectWriter
 from patrickstar._distributed.process_group import World
 from patrickstar._distributed.single_process import SINGLE_PROCESS
-from patrickstar._engine.engine import Engine
 from patrickstar.errors import CheckpointError, TrainingError
 
 from . import ranks
@@ -39,7 +38,7 @@ def build_of(seed):
 
 def make(build, config, world, seed, **hooks):
     torch.manual_seed(seed)
-    engine = Engine(build, config, poison=True, world=world, meter=testing.NoMeter(), **hooks)
+    engine = ps.Engine(build, config, poison=True, world=world, meter=ps.testing.NoMeter(), **hooks)
     torch.manual_seed(100 * seed + world.rank)
     return engine
 
@@ -83,13 +82,13 @@ def resume(folder: str, seeds: list[int], same: bool, replicas: int = 1) -> None
         assert found["drawn"] == 2
         assert found["rank"] in (0, rank)
         saved, expected = torch.load(f"{folder}/expected-{seed}-{found['rank']}")
-        testing.assert_same_bits(saved, outcome(engine), "saved state")
+        ps.testing.assert_same_bits(saved, outcome(engine), "saved state")
         if not same:
             engine.save(f"{folder}/again-{seed}", {"drawn": 2, "rank": found["rank"]})
         else:
             assert found["rank"] == rank
             found = train(engine, batches_of(rank, seed)[2:]) + outcome(engine)
-            testing.assert_same_bits(expected, found, "results after the resume")
+            ps.testing.assert_same_bits(expected, found, "results after the resume")
         engine.close()
 
 
@@ -160,21 +159,17 @@ def test_errors_are_raised_by_all_processes_and_all_can_continue(tmp_path):
     engine.average(0.0)
     with pytest.raises(CheckpointError, match="damaged"):
         engine.load(f"{tmp_path}/good")
-    testing.assert_same_bits(before, outcome(engine), "state before the load")
+    ps.testing.assert_same_bits(before, outcome(engine), "state before the load")
     engine.backward(engine(*data[1]))
     with pytest.raises((TrainingError, CheckpointError), match="gradient that no step has used"):
         engine.save(f"{tmp_path}/early")
     engine.optimizer.zero_grad()
-    if world.rank == 0:
-        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
     checkpoints = ps.Checkpoints(tmp_path)
-    with warnings.catch_warnings(record=True) as caught:
+    limit = files_no_larger_than(4096) if world.rank == 0 else nullcontext()
+    with limit, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert not checkpoints.save(engine, 1)
     assert any("rank 0: can't write" in str(warning.message) for warning in caught)
-    if world.rank == 0:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     train(engine, data[2:3])
     assert checkpoints.save(engine, 1, wait=False) and checkpoints.save(engine, 1, wait=False)
     engine.close()

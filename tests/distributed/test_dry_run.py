@@ -22,7 +22,6 @@ from patrickstar._distributed.gloo_collectives import GlooCollectives
 from patrickstar._distributed.process_group import World
 from patrickstar._dry_run.precision_choice import settle_precision
 from patrickstar._dry_run.simulation import simulate
-from patrickstar._engine.engine import Engine
 from patrickstar.errors import ConfigError
 
 from . import ranks
@@ -74,7 +73,7 @@ def compare(seeds: list[int], replicas: int, at_once: bool) -> None:
         options = options.model_copy(update={"reduce_dtype": draw.choice(["16-bit", "fp32"])})
         loop = draw.choice([1, 1, 2]), draw.choice([None, 1e9])
         hooks = {"meter": testing.NoMeter(), "speculates": False}  # what is speculated depends on the speed of threads
-        engine = Engine(shape.build, options, world=world, mesh=mesh_of(replicas), **hooks)
+        engine = ps.Engine(shape.build, options, world=world, mesh=mesh_of(replicas), **hooks)
         expected = [results(engine, *loop) for _ in range(STEPS)]
         trace = [moment.chunks for moment in engine.inspect().trace]
         engine.close(keep=False)
@@ -82,7 +81,7 @@ def compare(seeds: list[int], replicas: int, at_once: bool) -> None:
             continue
         found = []
         report = simulate(
-            Engine,
+            ps.Engine,
             shape.build,
             options,
             lambda other, loop=loop, found=found: found.append(results(other, *loop)),

@@ -16,10 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from toys import Shape, train
 
 import patrickstar as ps
-from patrickstar import testing
 from patrickstar._distributed import gloo_collectives
 from patrickstar._distributed.process_group import World
-from patrickstar._engine.engine import Engine
 
 from . import ranks
 from .reference import AveragingTrainer
@@ -43,8 +41,9 @@ def random_config(draw: random.Random, **options: Any) -> ps.Config:
     )
 
 
-def random_script(draw: random.Random, rank: int, seed: int) -> Callable[[Any], list[torch.Tensor]]:
+def random_script(draw: random.Random, seed: int) -> Callable[[Any], list[torch.Tensor]]:
     """Draw a loop. The tokens and their number differ between processes."""
+    rank = dist.get_rank()
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     data = [(torch.randint(0, 11, (2, 3 + (seed + rank + k) % 4), generator=generator),) for k in range(4)]
     options = {"accumulation": draw.choice([1, 1, 2, 4]), "reduce_once": draw.random() < 0.5}
@@ -61,44 +60,41 @@ def mesh_of(replicas: int) -> DeviceMesh | None:
 
 
 def compare(
-    world: World,
     build: Callable[[], nn.Module],
     config: ps.Config,
     script: Callable[[Any], Any],
     seed: int,
     replicas: int = 1,
-    **options: Any,
+    **more: Any,
 ) -> None:
-    """Assert that a script has bit-identical results with the reference and with an engine."""
+    """Assert that a script has bit-identical results with the reference and with an engine; `more`: hooks."""
+    hooks = {"poison": True, "meter": ps.testing.NoMeter(), "mesh": mesh_of(replicas)} | more
+    world = hooks.pop("world", None) or World(CPU)
     torch.manual_seed(seed)
     reference = AveragingTrainer(build, config, replicas=replicas)
     torch.manual_seed(100 * seed + world.rank)
     expected = script(reference)
     torch.manual_seed(seed)
-    engine = Engine(build, config, poison=True, world=world, **options)
+    engine = ps.Engine(build, config, world=world, **hooks)
     torch.manual_seed(100 * seed + world.rank)
     found = script(engine)
     check_alignment(engine)
-    testing.assert_same_bits(expected, found, "results of the script")
-    testing.assert_same_bits(reference.state_dict(), engine.state_dict(), "parameters and buffers")
-    testing._assert_same_states(reference.optimizer.state_dict(), engine.optimizer.state_dict())
+    ps.testing.assert_same_bits(expected, found, "results of the script")
+    ps.testing.assert_same_bits(reference.state_dict(), engine.state_dict(), "parameters and buffers")
+    ps.testing._assert_same_states(reference.optimizer.state_dict(), engine.optimizer.state_dict())
     engine.close()
     state = {name: value.detach() for name, value in engine.module.state_dict().items()}
-    testing.assert_same_bits(reference.state_dict(), state, "parameters and buffers after closing")
+    ps.testing.assert_same_bits(reference.state_dict(), state, "parameters and buffers after closing")
 
 
 @ranks.joined
 def everything_evicted(seeds: list[int], replicas: int = 1) -> None:
     """Train random models; runs in each process."""
-    mesh = mesh_of(replicas)
     for seed in seeds:
         draw = random.Random(seed)
         shape, config = random_shape(draw), random_config(draw)
         print(f"seed {seed}: {shape}, {config!r}", flush=True)
-        world = World(CPU)
-        script = random_script(draw, world.rank, seed)
-        options = {"meter": testing.NoMeter(), "evict_everything": True}
-        compare(world, shape.build, config, script, seed, replicas, mesh=mesh, **options)
+        compare(shape.build, config, random_script(draw, seed), seed, replicas, evict_everything=True)
 
 
 def in_small_pieces(**options: Any) -> None:
@@ -110,25 +106,24 @@ def in_small_pieces(**options: Any) -> None:
 @ranks.joined
 def any_budget(seeds: list[int], replicas: int = 1) -> None:
     """Train under budgets that differ between processes, with varying non-model data; runs in each process."""
-    mesh = mesh_of(replicas)
+    size = dist.get_world_size()
     for seed in seeds:
         draw = random.Random(seed)
         shape, config = random_shape(draw), random_config(draw)
-        world = World(CPU)
-        script = random_script(draw, world.rank, seed)
-        own = random.Random(100 * seed + world.rank)
+        script = random_script(draw, seed)
+        own = random.Random(100 * seed + dist.get_rank())
         wave_bytes, spare_bytes = own.randint(0, 12000), own.randint(0, 16000)
-        # A chunk group is as large as `world.size` chunks.
-        group = config.chunk_size if config.chunk_size == "auto" else config.chunk_size * world.size
+        # A chunk group has as many chunks as there are processes.
+        group = config.chunk_size if config.chunk_size == "auto" else config.chunk_size * size
         # An update with an accumulated gradient list needs one shard more than the check before training counts.
-        least = smallest_device_bytes(shape, group, config.precision) + 2048 * world.size
+        least = smallest_device_bytes(shape, group, config.precision) + 2048 * size
         config = config.model_copy(update={"device_memory": 2 * least + spare_bytes + wave_bytes})
         print(f"seed {seed}: {shape}, {config!r}, waves of {wave_bytes}", flush=True)
-        compare(world, shape.build, config, script, seed, replicas, mesh=mesh, meter=Waves(wave_bytes))
+        compare(shape.build, config, script, seed, replicas, meter=Waves(wave_bytes))
 
 
 def train_short(data: list[Any], short: bool, accumulation: int, trainer: Any) -> list[torch.Tensor]:
-    if isinstance(trainer, Engine) and short:
+    if isinstance(trainer, ps.Engine) and short:
         reduce_early(trainer)
     return train(trainer, data, accumulation=accumulation, reduce_once=True)
 
@@ -139,18 +134,18 @@ def test_chunks_that_are_reduced_before_they_are_complete(seeds):
     """Train while incomplete chunks must leave the devices of some ranks."""
     for seed in seeds:
         draw = random.Random(seed)
-        shape, config, world = random_shape(draw), random_config(draw), World(CPU)
+        shape, config, rank = random_shape(draw), random_config(draw), dist.get_rank()
         print(f"seed {seed}: {shape}, {config!r}", flush=True)
-        data = [(torch.randint(0, 11, (2, 4), generator=torch.Generator().manual_seed(world.rank)),)] * 6
-        script = partial(train_short, data, (world.rank + seed) % 2 == 0, draw.choice([1, 3]))
-        compare(world, shape.build, config, script, seed, meter=testing.NoMeter())
+        data = [(torch.randint(0, 11, (2, 4), generator=torch.Generator().manual_seed(rank)),)] * 6
+        script = partial(train_short, data, (rank + seed) % 2 == 0, draw.choice([1, 3]))
+        compare(shape.build, config, script, seed)
 
 
 @ranks.in_processes(2)
 def test_delayed_updates_are_refused():
     config = ps.Config(device="cpu", update=ps.Delayed())
     with pytest.raises(ps.errors.ConfigError, match="one process only, and 2 processes share"):
-        Engine(Shape(("mlp",)).build, config, world=World(CPU))
+        ps.Engine(Shape(("mlp",)).build, config, world=World(CPU))
 
 
 class Branches(nn.Module):
@@ -175,17 +170,15 @@ def branches(seeds: list[int], replicas: int = 1) -> None:
 
     All processes drop gradients, write to parameters and step, but at different points of their loops.
     """
-    mesh = mesh_of(replicas)
     for seed in seeds:
-        draw = random.Random(seed)
+        draw, number = random.Random(seed), 100 * seed + dist.get_rank()
         config = random_config(draw)
-        world = World(CPU)
-        own = random.Random(100 * seed + world.rank)
+        own = random.Random(number)
         evict = own.random() < 0.5
         once = draw.random() < 0.5  # all processes have as many backwards, and reduce in the last one
         print(f"seed {seed}: {config!r}, evict {evict}, once {once}", flush=True)
 
-        def script(trainer: Any, own_seed: int = 100 * seed + world.rank, once: bool = once) -> list[torch.Tensor]:
+        def script(trainer: Any, own_seed: int = number, once: bool = once) -> list[torch.Tensor]:
             own, seen = random.Random(own_seed), []
             together = random.Random(own_seed // 100)
             for _ in range(5):
@@ -211,8 +204,7 @@ def branches(seeds: list[int], replicas: int = 1) -> None:
                     trainer.optimizer.zero_grad()
             return seen
 
-        options = {"meter": testing.NoMeter(), "evict_everything": evict}
-        compare(world, Branches, config, script, seed, replicas, mesh=mesh, **options)
+        compare(Branches, config, script, seed, replicas, evict_everything=evict)
 
 
 def test_processes_that_all_wait_for_memory():
@@ -223,11 +215,11 @@ def test_processes_that_all_wait_for_memory():
 @ranks.in_processes(4)
 def test_gradients_that_the_last_step_does_not_lead_to_expect():
     """Use a parameter on one rank that it did not use in the last step, after others in its chunk; on all ranks."""
-    world = World(CPU)
-    paths = [[2, 3], [4, 3, 2]] if world.rank == 0 else [[2, 3, 4], [2, 3, 4]]
-    data = [(torch.tensor([[world.rank, 4, step]]), path) for step, path in enumerate(paths * 3)]
+    rank = dist.get_rank()
+    paths = [[2, 3], [4, 3, 2]] if rank == 0 else [[2, 3, 4], [2, 3, 4]]
+    data = [(torch.tensor([[rank, 4, step]]), path) for step, path in enumerate(paths * 3)]
     config = ps.Config(device="cpu", precision="fp32", chunk_size=1024, optimizer=ps.AdamW(lr=1e-2))
-    compare(world, Branches, config, lambda trainer: train(trainer, data), 0, meter=testing.NoMeter())
+    compare(Branches, config, lambda trainer: train(trainer, data), 0)
 
 
 SLOW = pytest.mark.slow
@@ -268,14 +260,14 @@ def test_a_frozen_module(seeds):
         config = ps.Config(device="cpu", precision=precision, chunk_size=draw.choice([1100, 4096, "auto"]))
         print(f"seed {seed}: {config!r}, {order}", flush=True)
         reference = AveragingTrainer(frozen_modules.build(3, seed), config)
-        plain = testing.ReferenceTrainer(frozen_modules.build(4, seed + 100).requires_grad_(False), config)
+        plain = ps.testing.ReferenceTrainer(frozen_modules.build(4, seed + 100).requires_grad_(False), config)
         expected = frozen_modules.distill(reference, torch.no_grad()(plain.__call__), order)
-        options = {"meter": testing.NoMeter(), "poison": True, "evict_everything": draw.random() < 0.5}
+        options = {"meter": ps.testing.NoMeter(), "poison": True, "evict_everything": draw.random() < 0.5}
         frozen = {"teacher": frozen_modules.build(4, seed + 100)}
-        engine = Engine(frozen_modules.build(3, seed), config, world=World(CPU), frozen=frozen, **options)
+        engine = ps.Engine(frozen_modules.build(3, seed), config, world=World(CPU), frozen=frozen, **options)
         found = frozen_modules.distill(engine, partial(engine.call_frozen, "teacher"), order)
-        testing.assert_same_bits(expected, found, "losses, norms and outputs")
-        testing.assert_same_bits(reference.state_dict(), engine.state_dict(), "parameters")
+        ps.testing.assert_same_bits(expected, found, "losses, norms and outputs")
+        ps.testing.assert_same_bits(reference.state_dict(), engine.state_dict(), "parameters")
         numel = sum(each.numel for each in engine.inspect().parameters if each.name.startswith("teacher."))
         assert numel < 0.8 * sum(param.numel() for param in frozen["teacher"].parameters()), "this rank's shards only"
         engine.close()

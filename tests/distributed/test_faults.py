@@ -24,13 +24,11 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from toys import Shape, layers, train
+from toys import Shape, layers, train, update
 
 import patrickstar as ps
-from patrickstar import testing
 from patrickstar._distributed import deadlock_watch, process_group
 from patrickstar._distributed.process_group import World
-from patrickstar._engine.engine import Engine
 from patrickstar.errors import ConfigError, ModelError, PatrickStarError, PeerError
 
 from . import ranks
@@ -50,9 +48,7 @@ def build(**options):
 
 
 def step(engine, optimizer) -> None:
-    engine.backward(engine(ids(engine.world.rank)))
-    optimizer.step()
-    optimizer.zero_grad()
+    update(engine, engine(ids(engine.world.rank)))
 
 
 def killed(where: str, rank: int, size: int, disk: str, replicas: int = 1) -> None:
@@ -68,7 +64,7 @@ def killed(where: str, rank: int, size: int, disk: str, replicas: int = 1) -> No
     config = ps.Config(device="cpu", chunk_size=512, precision="fp32", **options)
     world = World.find(torch.device("cpu"))
     mesh = mesh_of(replicas)
-    engine = Engine(dying_build, config, meter=testing.NoMeter(), page_bytes=4096, world=world, mesh=mesh)
+    engine = ps.Engine(dying_build, config, meter=ps.testing.NoMeter(), page_bytes=4096, world=world, mesh=mesh)
     assert (engine.inspect().disk is not None) == bool(disk)
     optimizer = engine.optimizer
     step(engine, optimizer)
@@ -174,7 +170,7 @@ def short_of_memory() -> None:
     memory = {} if world.rank == 0 else {"host_memory": 2 * 100 * 1024}
     config = ps.Config(device="cpu", precision="fp32", chunk_size="16KiB", optimizer=ps.SGD(momentum=0.9), **memory)
     build = partial(layers, 64, 4, bias=False)
-    engine = Engine(build, config, meter=testing.NoMeter(), evict_everything=True, world=world)
+    engine = ps.Engine(build, config, meter=ps.testing.NoMeter(), evict_everything=True, world=world)
     with pytest.raises(PeerError) as caught:
         train(engine, [(torch.ones(2, 64),)] * 4, accumulation=2)
     print(f"{caught.typename}: {caught.value}")

@@ -22,10 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from toys import train
 
 import patrickstar as ps
-from patrickstar import testing
 from patrickstar._distributed.process_group import World
-from patrickstar._engine.engine import Engine
-from patrickstar.errors import ModelError, TrainingError
 from patrickstar.testing import assert_same_bits
 
 from . import ranks
@@ -70,7 +67,7 @@ def gradients(precision: str, replicas: int) -> None:
     stored = torch.bfloat16 if precision == "bf16" else torch.float32
     assert_same_bits([p.grad.to(stored) for p in plain], [g.to(stored) for g in gradients_of(engine)], "clipped")
     same_everywhere(gradients_of(engine))
-    with pytest.raises(TrainingError, match=r"'words\.weight' can't be assigned, since several processes"):
+    with pytest.raises(ps.errors.TrainingError, match=r"'words\.weight' can't be assigned, since several processes"):
         params[0].grad = torch.ones_like(params[0])
     engine.optimizer.step()
     same_everywhere(list(engine.state_dict().values()))
@@ -143,8 +140,8 @@ class Net(nn.Module):
 def test_habits_with_dtensors():
     grid, rank = ranks.mesh(dp=2, tp=2), dist.get_rank()
     config = ps.Config(device="cpu", precision="bf16", chunk_size=512, optimizer=ps.AdamW(lr=1e-2))
-    extreme = {"evict_everything": True, "poison": True, "meter": testing.NoMeter()}
-    engine = Engine(lambda: Net(grid["tp"]), config, world=World(torch.device("cpu")), mesh=grid["dp"], **extreme)
+    extreme = {"evict_everything": True, "poison": True, "meter": ps.testing.NoMeter()}
+    engine = ps.Engine(lambda: Net(grid["tp"]), config, world=World(torch.device("cpu")), mesh=grid["dp"], **extreme)
     inputs = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(engine.data_rank)).bfloat16()
     assert torch.isfinite(torch.stack(train(engine, [(inputs,)] * 2))).all()
     module, whole = engine.module, engine.state_dict()
@@ -169,7 +166,7 @@ def test_habits_with_dtensors():
         engine(inputs)
         assert torch.isfinite(gathered.to_local()).all()
     module.up.float()
-    with pytest.raises(ModelError, match=r"parameter 'up\.weight' was replaced or added"):
+    with pytest.raises(ps.errors.ModelError, match=r"parameter 'up\.weight' was replaced or added"):
         engine(inputs)
     engine.close()
     assert torch.isfinite(module.down.weight.full_tensor()).all()

@@ -18,8 +18,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import patrickstar as ps
 from patrickstar._distributed.process_group import World
-from patrickstar._engine.engine import Engine
-from patrickstar.errors import PeerError
 
 from . import ranks
 
@@ -137,7 +135,7 @@ def one_run(seed: int, sizes: list[tuple[int, int]], world: World) -> None:
     branches, accumulates = ep_size == 1, draw.random() < 0.3
     print(f"seed {seed}: tp {tp_size}, ep {ep_size}, {blocks} blocks, {config!r}, wave {wave_bytes}", flush=True)
     evicts = draw.random() < 0.3
-    engine = Engine(
+    engine = ps.Engine(
         lambda: model(blocks, mesh["tp"], experts if ep_size > 1 else None),
         config,
         meter=Waves(wave_bytes),
@@ -197,7 +195,7 @@ def test_five_hundred_runs_without_a_deadlock(first):
 def test_a_branch_in_one_of_two_linked_processes_is_an_error():
     mesh = ranks.mesh(dp=1, tp=2)
     config = ps.Config(device="cpu", precision="bf16", chunk_size=1024, device_memory=60_000)
-    engine = Engine(lambda: model(3, mesh["tp"], None), config, world=World(CPU), mesh=mesh["dp"])
+    engine = ps.Engine(lambda: model(3, mesh["tp"], None), config, world=World(CPU), mesh=mesh["dp"])
     ids = torch.zeros(1, 3, dtype=torch.long)
-    with pytest.raises(PeerError, match=r"are linked by operators|none can go on|closed its engine"):
+    with pytest.raises(ps.errors.PeerError, match=r"are linked by operators|none can go on|closed its engine"):
         engine(ids, {0} if dist.get_rank() else set(), ids[0])

@@ -8,16 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from toys import Shape, mean_square, train
+from toys import Shape, mean_square, train, update
 
 import patrickstar as ps
-from patrickstar import testing
 from patrickstar._distributed.process_group import World
-from patrickstar._engine.engine import Engine
 
 from . import ranks
 from .reference import AveragingTrainer
-from .test_exactness import CPU, compare, mesh_of
+from .test_exactness import CPU, compare
 
 
 class Odd(nn.Module):
@@ -75,9 +73,7 @@ def twice(trainer: Any) -> list[torch.Tensor]:
     """Run two backwards through one graph."""
     loss = trainer(ids(trainer))
     trainer.backward(loss, retain_graph=True)
-    trainer.backward(loss)
-    trainer.optimizer.step()
-    trainer.optimizer.zero_grad()
+    update(trainer, loss)
     return usual(trainer)
 
 
@@ -121,13 +117,11 @@ SCRIPTS = {
 )
 @ranks.in_processes()
 def test_unusual_loops(size, replicas):
-    mesh = mesh_of(replicas)
     for seed, (name, (build, script)) in enumerate(SCRIPTS.items()):
         precision, evict = ("bf16", "fp32")[seed % 2], seed % 3 > 0
         print(name, precision, evict, flush=True)
         config = ps.Config(device="cpu", precision=precision, chunk_size=1200, optimizer=ps.AdamW(lr=1e-2))
-        options = {"meter": testing.NoMeter(), "evict_everything": evict}
-        compare(World(CPU), build, config, script, seed, replicas, mesh=mesh, **options)
+        compare(build, config, script, seed, replicas, evict_everything=evict)
 
 
 @ranks.in_processes(2)
@@ -139,22 +133,20 @@ def test_two_engines():
     plain_teacher = Odd().to(torch.bfloat16).eval()
     plain_teacher.norm.float()
     torch.manual_seed(1)
-    teacher = Engine(Odd, config, meter=testing.NoMeter(), evict_everything=world.rank == 0, world=world).eval()
+    teacher = ps.Engine(Odd, config, meter=ps.testing.NoMeter(), evict_everything=world.rank == 0, world=world).eval()
 
     def script(trainer: Any) -> list[torch.Tensor]:
         seen = []
         for number in range(3):
             tokens = ids(trainer, number)
-            ours = isinstance(trainer, Engine)
+            ours = isinstance(trainer, ps.Engine)
             with torch.no_grad():
                 target = (teacher if ours else plain_teacher)(tokens)
-            trainer.backward((trainer(tokens) - target).pow(2))
-            trainer.optimizer.step()
-            trainer.optimizer.zero_grad()
+            update(trainer, (trainer(tokens) - target).pow(2))
             seen.append(target)
         return seen
 
-    compare(world, Odd, config, script, 0, meter=testing.NoMeter(), evict_everything=world.rank == 1)
+    compare(Odd, config, script, 0, world=world, evict_everything=world.rank == 1)
     assert not world.closed, "the teacher still uses the process group"
     if world.rank == 0:
         with torch.no_grad():
@@ -167,18 +159,16 @@ def test_two_engines():
 @pytest.mark.parametrize("seeds", [ranks.seeds(2)])
 @ranks.in_processes(2)
 def test_masters_and_states_on_disk(tmp_path, seeds, replicas, more_bytes):
-    mesh = mesh_of(replicas)
     for seed in seeds:
         draw = random.Random(seed)
         shape = Shape(("mlp",) * 48, tied=draw.random() < 0.5, frozen_norms=False, checkpointing=draw.random() < 0.5)
-        world = World(CPU)
-        own = random.Random(10 * seed + world.rank)
+        own = random.Random(10 * seed + dist.get_rank())
         config = ps.Config(
             device="cpu",
             precision="fp32",
             chunk_size=draw.choice([1000, 3000]),
             device_memory=own.randint(10_000, 20_000),
-            host_memory=world.size * (own.randint(205_000, 225_000) + more_bytes),
+            host_memory=dist.get_world_size() * (own.randint(205_000, 225_000) + more_bytes),
             disk=ps.Disk(tmp_path),
         )
         print(f"seed {seed}: {shape}, {config!r}", flush=True)
@@ -187,14 +177,13 @@ def test_masters_and_states_on_disk(tmp_path, seeds, replicas, more_bytes):
 
         def script(trainer: Any, tokens: torch.Tensor = tokens, engines: list[Any] = engines) -> list[torch.Tensor]:
             seen = train(trainer, [(tokens,)] * 2, max_norm=0.1)
-            if isinstance(trainer, Engine):  # while updates are deferred
+            if isinstance(trainer, ps.Engine):  # while updates are deferred
                 assert all(trainer.gradient(name) is None for name, _ in trainer.module.named_parameters())
             seen += train(trainer, [(tokens,)], max_norm=0.1)
-            if isinstance(trainer, Engine):
+            if isinstance(trainer, ps.Engine):
                 assert trainer.stats.total.disk_write_bytes > 0
                 engines.append(trainer)
             return seen
 
-        options = {"meter": testing.NoMeter(), "page_bytes": 4096}
-        compare(world, shape.build, config, script, seed, replicas, mesh=mesh, **options)
+        compare(shape.build, config, script, seed, replicas, page_bytes=4096)
         assert engines

@@ -13,11 +13,8 @@ from sampling import nightly
 from torch.distributed.tensor import DTensor
 
 import patrickstar as ps
-from patrickstar import testing
 from patrickstar._checkpoint import load_planner
 from patrickstar._checkpoint.storage_reader import CheckpointReader
-from patrickstar._engine.engine import Engine
-from patrickstar.errors import CheckpointError
 
 from . import ranks
 from .meshes import PLACES, TOKENS, Place
@@ -29,7 +26,7 @@ OPTIMIZERS: dict[str, Any] = {
 """Optimizers by precision: a moving average, and one with a scalar per parameter."""
 
 
-def engine_of(place: Place, precision: str, seed: int, disk: str | None = None, **options: Any) -> Engine:
+def engine_of(place: Place, precision: str, seed: int, disk: str | None = None, **options: Any) -> ps.Engine:
     """Create an engine whose weights, chunk size and generator depend on a seed. `options`: those of the model."""
     limits: dict[str, Any] = {}
     if disk is not None:
@@ -44,21 +41,21 @@ def engine_of(place: Place, precision: str, seed: int, disk: str | None = None, 
         **limits,
     )
     torch.manual_seed(seed)
-    hooks = {"poison": True, "meter": testing.NoMeter(), "page_bytes": 4096}
-    engine = Engine(build, config, world=world, mesh=mesh, **hooks)
+    hooks = {"poison": True, "meter": ps.testing.NoMeter(), "page_bytes": 4096}
+    engine = ps.Engine(build, config, world=world, mesh=mesh, **hooks)
     tiers = [param.optimizer_tier for param in engine.inspect().parameters]
     assert disk is None or tiers.count("disk") > len(tiers) // 2
     torch.manual_seed(1000 * seed + engine.data_rank)
     return engine
 
 
-def train(engine: Engine, steps: range) -> list[torch.Tensor]:
+def train(engine: ps.Engine, steps: range) -> list[torch.Tensor]:
     """Train some steps of the run, with the batches of this process."""
     generators = (torch.Generator().manual_seed(100 * step + engine.data_rank) for step in steps)
     return toys.train(engine, [(torch.randint(0, TOKENS, (2, 8), generator=each),) for each in generators])
 
 
-def snapshot(engine: Engine) -> dict[str, Any]:
+def snapshot(engine: ps.Engine) -> dict[str, Any]:
     """Return parameters and states, which all processes share, and the buffers and generator of this process."""
     state, params = engine.state_dict(), {name for name, _ in engine.named_parameters()}
     states = engine.optimizer.state_dict()["state"]
@@ -70,7 +67,7 @@ def snapshot(engine: Engine) -> dict[str, Any]:
     }
 
 
-def write(engine: Engine, path: str, steps: range) -> None:
+def write(engine: ps.Engine, path: str, steps: range) -> None:
     """Train, save in the background, and train on; write what a process that resumes must find to files."""
     rank, last = engine.world.rank, len(steps) // 2
     train(engine, steps[:last])
@@ -82,7 +79,7 @@ def write(engine: Engine, path: str, steps: range) -> None:
     engine.close()
 
 
-def load(engine: Engine, place: Place, path: str, saved: Place) -> dict[str, Any]:
+def load(engine: ps.Engine, place: Place, path: str, saved: Place) -> dict[str, Any]:
     """Load a checkpoint, assert that this process finds what it must, and return what the saved run expects then."""
     rank, batch = engine.world.rank, engine.data_rank
     own_random = torch.get_rng_state()
@@ -92,23 +89,23 @@ def load(engine: Engine, place: Place, path: str, saved: Place) -> dict[str, Any
     source = first if saved.batches == place.batches else 0
     assert found == {"rank": source, "batch": saved.batch(source)}
     expected, now = torch.load(f"{path}.rank-{source}"), snapshot(engine)
-    testing.assert_same_bits(expected["shared"], now["shared"], "parameters and states")
-    testing.assert_same_bits(expected["buffers"], now["buffers"], "buffers")
+    ps.testing.assert_same_bits(expected["shared"], now["shared"], "parameters and states")
+    ps.testing.assert_same_bits(expected["buffers"], now["buffers"], "buffers")
     known = batch < saved.batches
     random = torch.load(f"{path}.rank-{first}")["random"] if known else own_random
     assert torch.equal(random, now["random"])
     return expected
 
 
-def resume(engine: Engine, place: Place, path: str, saved: Place) -> None:
+def resume(engine: ps.Engine, place: Place, path: str, saved: Place) -> None:
     """Load a checkpoint and train on as far as the saved run; with as many batches, compare the results."""
     expected = load(engine, place, path, saved)
     if saved.batches == place.batches:
         losses, end = train(engine, range(*expected["steps"])), snapshot(engine)
         if place == saved:
-            testing.assert_same_bits(expected["losses"], losses, "losses")
+            ps.testing.assert_same_bits(expected["losses"], losses, "losses")
             for part in ("shared", "buffers"):
-                testing.assert_same_bits(expected["end"][part], end[part], f"{part} at the end")
+                ps.testing.assert_same_bits(expected["end"][part], end[part], f"{part} at the end")
         else:  # sums of partial products are added in another order
             exact = engine.config.precision == "fp32"
             torch.testing.assert_close(losses, expected["losses"], rtol=1e-4 if exact else 0.05, atol=1e-3)
@@ -175,7 +172,7 @@ def carry(folder: str, names: list[str], first: int) -> None:
             train(engine, range(1))
             torch.save(snapshot(engine)["shared"], f"{folder}/expected")
         expected = torch.load(f"{folder}/expected")
-        testing.assert_same_bits(expected, snapshot(engine)["shared"], "parameters and states")
+        ps.testing.assert_same_bits(expected, snapshot(engine)["shared"], "parameters and states")
         engine.save(f"{folder}/{number}")
         engine.close()
 
@@ -205,9 +202,9 @@ def test_states_and_exports_of_dtensor_models(tmp_path):
     assert checkpoints.save(engine, 2)
     engine.save_pretrained(f"{tmp_path}/model")
     stored = load_file(f"{tmp_path}/model/model.safetensors")
-    testing.assert_same_bits(state, {name: stored[name] for name in state}, "exported tensors")
+    ps.testing.assert_same_bits(state, {name: stored[name] for name in state}, "exported tensors")
     reader = CheckpointReader(f"{tmp_path}/run/step-2")
-    testing.assert_same_bits(state, {name: reader.tensor(f"model.{name}") for name in state}, "saved tensors")
+    ps.testing.assert_same_bits(state, {name: reader.tensor(f"model.{name}") for name in state}, "saved tensors")
     expected = snapshot(engine)["shared"]
     engine.close()
 
@@ -215,7 +212,7 @@ def test_states_and_exports_of_dtensor_models(tmp_path):
     engine = engine_of(place, "bf16", 2)
     engine.load_state_dict(state)
     engine.optimizer.load_state_dict(states)
-    testing.assert_same_bits(expected, snapshot(engine)["shared"], "states that were loaded as whole tensors")
+    ps.testing.assert_same_bits(expected, snapshot(engine)["shared"], "states that were loaded as whole tensors")
     engine.close()
 
     # DTensors: the state dict of the same model, unmanaged
@@ -247,7 +244,7 @@ def test_states_and_exports_of_dtensor_models(tmp_path):
 
     # Another shape is refused by name.
     engine = engine_of(place, "bf16", 5, tokens=TOKENS + 1)
-    with pytest.raises(CheckpointError, match=r"of another shape are words\.weight"):
+    with pytest.raises(ps.errors.CheckpointError, match=r"of another shape are words\.weight"):
         checkpoints.load(engine)
     engine.close()
     world.close()

@@ -9,8 +9,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import patrickstar as ps
-from patrickstar import testing
-from patrickstar.errors import ModelError
 from patrickstar.integrations._meshes import Meshes, MeshSizes, meshes
 from patrickstar.integrations.transformers import parallelize
 
@@ -46,7 +44,7 @@ def concatenated(number: int, count: int) -> Batch:
 def compare(name: str, way: str, built: Meshes, max_norm: float | None) -> None:
     """Train the whole model, in every process, and the parallel one, and compare them after each backward and step."""
     model = MODELS[name]
-    whole = testing.ReferenceTrainer(model.whole(way), CONFIG)
+    whole = ps.testing.ReferenceTrainer(model.whole(way), CONFIG)
     trainer = MeshTrainer(model.parallel(built, way), CONFIG, built.data)
     assert trainer.batches == 4 // model.tp
     params = dict(trainer.module.named_parameters())
@@ -122,7 +120,7 @@ def same_bits(chosen: list[tuple[str, str, str, str]]) -> None:
         for other in alls:
             both = held.keys() & other.keys()
             mine, theirs = ({key: each[key] for key in both} for each in (held, other))
-            testing.assert_same_bits(mine, theirs, f"{name} in another process")
+            ps.testing.assert_same_bits(mine, theirs, f"{name} in another process")
 
 
 @pytest.mark.slow
@@ -145,7 +143,7 @@ def test_processes_with_plans():
     # One process's model has another seed: all are refused, whichever group they are in.
     model = MODELS["mixtral"].whole(seed=int(dist.get_rank() == 2)).model
     other_values = r"parameter 'model\.embed_tokens\.weight' has other values in other processes"
-    with pytest.raises(ModelError, match=other_values):
+    with pytest.raises(ps.errors.ModelError, match=other_values):
         parallelize(model, tp=built.tp)
     # A process's part does not keep the memory of the whole parameter.
     model, whole = MODELS["mixtral, tensors and experts"].parallel(built), MODELS["mixtral"].whole()

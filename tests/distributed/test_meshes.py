@@ -19,10 +19,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import patrickstar as ps
-from patrickstar import testing
 from patrickstar._distributed.param_sharding import mesh_shards
 from patrickstar._distributed.process_group import World
-from patrickstar._engine.engine import Engine
 from patrickstar._layout.local_boxes import local_boxes
 from patrickstar._layout.shard_geometry import Box
 from patrickstar.errors import ModelError
@@ -81,11 +79,11 @@ def compare(name: str, way: str, built: Meshes, seed: int, world: World, **optio
     expected = train(reference, name, reference.data_rank, **steps)
     if budget := options.pop("device_memory", None):
         config = config.model_copy(update={"device_memory": budget, "chunk_size": 4096})
-    engine = Engine(lambda: model.parallel(built, way), config, poison=True, world=world, mesh=built.data, **options)
+    engine = ps.Engine(lambda: model.parallel(built, way), config, poison=True, world=world, mesh=built.data, **options)
     assert (engine.data_rank, engine.data_size) == (reference.data_rank, reference.batches)
     found = train(engine, name, engine.data_rank, **steps)
     engine.average(0.0)  # serves the other processes, which may still gather, until all are here
-    testing.assert_same_bits(expected, found, f"{name}: losses and norms")
+    ps.testing.assert_same_bits(expected, found, f"{name}: losses and norms")
     names = [key for key, _ in engine.module.named_parameters()]
     with model.context():
         reference.backward(reference(*batch(77, engine.data_rank)))
@@ -96,12 +94,12 @@ def compare(name: str, way: str, built: Meshes, seed: int, world: World, **optio
         managed = dict(reference.module.named_parameters())[key]
         assert (whole is None) == (own is None), key
         if whole is not None and not isinstance(managed, DTensor):
-            testing.assert_same_bits([own], [whole], f"{name}: gradient of {key}")
+            ps.testing.assert_same_bits([own], [whole], f"{name}: gradient of {key}")
     engine.optimizer.zero_grad()
     reference.optimizer.zero_grad()
     engine.close()
     state = reference.state_dict()
-    testing.assert_same_bits(
+    ps.testing.assert_same_bits(
         {key: state[key] for key in names}, local(dict(engine.module.named_parameters())), f"{name}: parameters"
     )
 
@@ -130,7 +128,7 @@ def tight(seed: int) -> dict[str, Any]:
 
 
 KINDS: dict[str, Callable[[int], dict[str, Any]]] = {
-    "evicted": lambda seed: {"meter": testing.NoMeter(), "evict_everything": True},
+    "evicted": lambda seed: {"meter": ps.testing.NoMeter(), "evict_everything": True},
     "tight": tight,
     "measured": lambda seed: {},
 }
@@ -196,11 +194,11 @@ def test_dtensors_that_chunks_cannot_hold_are_refused():
     whole = DTensor.from_local(part, mesh, [Shard(0)], run_check=False, shape=layer.weight.shape, stride=(4, 1))
     layer.weight = nn.Parameter(whole)
     with pytest.raises(ModelError, match=r"'weight' of shape \(4, 4\) has a local tensor of shape \(3, 4\).*\(2, 4\)"):
-        Engine(layer, ps.Config(device="cpu"), world=World(CPU))
+        ps.Engine(layer, ps.Config(device="cpu"), world=World(CPU))
     layer = nn.Linear(4, 4)
     layer.register_buffer("mask", distribute_tensor(torch.zeros(4), mesh, [Replicate()]))
     with pytest.raises(ModelError, match="buffer 'mask' is a DTensor"):
-        Engine(layer, ps.Config(device="cpu"), world=World(CPU))
+        ps.Engine(layer, ps.Config(device="cpu"), world=World(CPU))
 
 
 def test_boxes_of_random_dtensors():

@@ -4,6 +4,7 @@ import random
 from functools import partial
 
 import pytest
+import torch.distributed as dist
 from laws.test_optimizer_classes import CountsInGroup
 from laws.test_whole_parameters import OPTIMIZERS, Model
 from laws.tiers import inputs
@@ -12,9 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from toys import train
 
 import patrickstar as ps
-from patrickstar import testing
 from patrickstar._distributed.process_group import World
-from patrickstar._engine.engine import Engine
 from patrickstar.errors import ConfigError
 
 from . import ranks
@@ -31,7 +30,7 @@ CASES = OPTIMIZERS | {
 def test_bits_of_plain_pytorch(size, seeds):
     """Train with matrices that are larger than a chunk, and that are not."""
     for seed in seeds:
-        draw, world = random.Random(seed), World(CPU)
+        draw = random.Random(seed)
         name = sorted(CASES)[seed % len(CASES)]
         config = ps.Config(
             device="cpu",
@@ -41,16 +40,15 @@ def test_bits_of_plain_pytorch(size, seeds):
         )
         loop = draw.choice([{}, {"max_norm": 0.1}, {"accumulation": 2}])
         print(f"seed {seed}: {name}, {config!r}, {loop}", flush=True)
-        batches = [tuple(tensor * (1 + world.rank) for tensor in batch) for batch in inputs(4)]
-        hooks = {"meter": testing.NoMeter(), "evict_everything": draw.random() < 0.5}
-        compare(world, Model, config, partial(train, data=batches, **loop), seed, **hooks)
+        batches = [tuple(tensor * (1 + dist.get_rank()) for tensor in batch) for batch in inputs(4)]
+        compare(Model, config, partial(train, data=batches, **loop), seed, evict_everything=draw.random() < 0.5)
 
 
 @ranks.in_processes(2)
 def test_matrices_have_one_owner_each_and_are_shared_out_evenly():
     world = World(CPU)
     config = ps.Config(device="cpu", chunk_size=1000, optimizer=ps.Muon())
-    engine = Engine(Model, config, world=world, meter=testing.NoMeter())
+    engine = ps.Engine(Model, config, world=world, meter=ps.testing.NoMeter())
     own = {param.name: param.numel for param in engine.inspect().parameters}
     matrices = {name: param.numel() for name, param in engine.module.named_parameters() if name != "head.weight"}
     matrices = {name: numel for name, numel in matrices.items() if numel > 1000}

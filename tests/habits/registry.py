@@ -9,8 +9,6 @@ from torch import nn
 from toys import mean_square
 
 import patrickstar as ps
-from patrickstar import testing
-from patrickstar._engine.engine import Engine
 
 SAME, EXACT, REFUSED = "same bits as plain PyTorch", "full precision", "refused by name"
 WIDTH = 16
@@ -72,9 +70,9 @@ def config(precision: str) -> ps.Config:
     return ps.Config(device="cpu", precision=precision, chunk_size=2048, optimizer=ps.AdamW(lr=1e-2))
 
 
-def managed(precision: str) -> Engine:
+def managed(precision: str) -> ps.Engine:
     """Return an engine that evicts every evictable chunk at each access, and fills freed memory with NaN."""
-    return testing.stressed(build, config(precision))
+    return ps.testing.stressed(build, config(precision))
 
 
 class Plain:
@@ -82,7 +80,7 @@ class Plain:
 
     def __init__(self) -> None:
         self.module = build()
-        self.optimizer = testing.PlainOptimizer([{"params": list(self.module.parameters())}], ps.AdamW(lr=1e-2))
+        self.optimizer = ps.testing.PlainOptimizer([{"params": list(self.module.parameters())}], ps.AdamW(lr=1e-2))
 
     def __call__(self, *args: Any) -> Any:
         return self.module(*args)

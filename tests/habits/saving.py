@@ -12,7 +12,6 @@ from autograd.zoo import through_a_file
 from torch import nn
 
 import patrickstar as ps
-from patrickstar.errors import ModelError
 from patrickstar.testing import assert_same_bits
 
 from .registry import EXACT, REFUSED, batch, build, config, habit, managed, train
@@ -269,7 +268,7 @@ def _(engine, folder):
     model = build()
     model.register_buffer("adjacency", torch.eye(2).to_sparse())
     with ps.initialize(model, config("fp32"))[0] as sparse:
-        with pytest.raises(ModelError, match="'adjacency' has layout"):
+        with pytest.raises(ps.errors.ModelError, match="'adjacency' has layout"):
             sparse.save_pretrained(folder / "model")
         sparse.save(folder / "checkpoint")
 

@@ -6,8 +6,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize, prune
 
-from patrickstar.errors import ModelError
-from patrickstar.testing import assert_same_bits
+import patrickstar as ps
 
 from .registry import EXACT, REFUSED, WIDTH, backward, batch, finish, habit, managed, train
 
@@ -147,10 +146,10 @@ def _(engine, folder):
     p, before, state = weights(engine)[0], engine.state_dict(), engine.module.state_dict()
     backup = p.data
     p.data = torch.full_like(p, 0.5)
-    assert_same_bits(before, {name: value.clone() for name, value in state.items()}, "the earlier state")
+    ps.testing.assert_same_bits(before, {name: value.clone() for name, value in state.items()}, "the earlier state")
     assert not torch.equal(engine.module.state_dict()["block.0.weight"], before["block.0.weight"])
     p.data = backup
-    assert_same_bits(before, engine.state_dict(), "the restored parameters")
+    ps.testing.assert_same_bits(before, engine.state_dict(), "the restored parameters")
 
 
 @habit(DATA, "p.data = q.data", REFUSED, r"'block\.0\.weight'.*'block\.3\.weight'.*clone\(\)")
@@ -162,7 +161,7 @@ def _(engine, folder):
 @habit(DATA, "p.data = p.data.t(), p.data = values.t()", REFUSED, r"'block\.0\.weight'.*strides.*copy_")
 def _(engine, folder):
     p = weights(engine)[0]
-    with pytest.raises(ModelError, match=r"'block\.0\.weight'.*strides"):
+    with pytest.raises(ps.errors.ModelError, match=r"'block\.0\.weight'.*strides"):
         p.data = p.data.t()
     p.data = torch.ones(WIDTH, WIDTH, dtype=p.dtype).t()
 
@@ -183,7 +182,7 @@ def _(engine, folder):
     p, other = weights(engine)[0], nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16)
     p.data = other.weight.data
     backward(engine)
-    with pytest.raises(ModelError, match=r"'block\.0\.weight'.*would change only the parameter"):
+    with pytest.raises(ps.errors.ModelError, match=r"'block\.0\.weight'.*would change only the parameter"):
         engine.optimizer.step()
     other.weight.data.zero_()
     evaluate(engine)
@@ -206,7 +205,7 @@ def _(engine, folder):
 @habit(DATA, "p.t_(), p.resize_(...), model.share_memory()", REFUSED, r"'words\.weight'.*before ps\.initialize")
 def _(engine, folder):
     for change in (lambda p: p.t_(), lambda p: p.data.resize_(4, 4), lambda p: p.set_()):
-        with pytest.raises(ModelError, match=r"'block\.0\.weight'.*before ps\.initialize"):
+        with pytest.raises(ps.errors.ModelError, match=r"'block\.0\.weight'.*before ps\.initialize"):
             change(weights(engine)[0])
     engine.module.share_memory()
 

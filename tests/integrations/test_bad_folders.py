@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import resource
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from laws.tiers import files_no_larger_than
 from safetensors.torch import load_file, save_file
 
 import patrickstar as ps
@@ -209,14 +209,9 @@ def test_mismatched_model_class(folder, tmp_path):
 def test_full_disk_leaves_no_files(tmp_path):
     torch.manual_seed(0)
     engine, optimizer = ps.initialize(tiny.llama(), small_chunks())
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (16_000, limits[1]))
-    try:
-        # Shards before the failing one are smaller than the limit.
-        with pytest.raises(CheckpointError, match=r"can't write .* bytes \(.*File too large"):
-            engine.save_pretrained(tmp_path / "out", max_shard_bytes=8_000)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    # Shards before the failing one are smaller than the limit.
+    with files_no_larger_than(16_000), pytest.raises(CheckpointError, match=r"can't write .* bytes \(.*File too large"):
+        engine.save_pretrained(tmp_path / "out", max_shard_bytes=8_000)
     assert list(tmp_path.iterdir()) == []
     step(engine, optimizer)
     engine.save_pretrained(tmp_path / "out")

@@ -4,13 +4,13 @@ With several processes: sharded loading, collective saving, and errors in all pr
 """
 
 import json
-import resource
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 from distributed import ranks
+from laws.tiers import files_no_larger_than
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn.modules import module as torch_module
@@ -327,11 +327,8 @@ def reports_errors(folder: str) -> None:
     for _ in range(2):
         with pytest.raises(CheckpointError, match="llama already exists and was not changed"):
             engine.save_pretrained(f"{folder}/llama")
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (16_000, limits[1]))
-    with pytest.raises(CheckpointError, match="File too large"):
+    with files_no_larger_than(16_000), pytest.raises(CheckpointError, match="File too large"):
         engine.save_pretrained(f"{folder}/out", max_shard_bytes=8_000)
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     step(engine, optimizer)
     engine.save_pretrained(f"{folder}/out", dtype="bf16")
     saved = load_file(f"{folder}/out/model.safetensors")

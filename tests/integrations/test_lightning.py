@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader, TensorDataset
 import patrickstar as ps
 from patrickstar.errors import BudgetError, CheckpointError, ConfigError, TrainingError
 from patrickstar.integrations.lightning import PatrickStarStrategy, StoredWeights
-from patrickstar.testing import assert_same_bits
 
 from .trainers import stressed
 
@@ -98,8 +97,8 @@ def test_bits_of_its_own_strategy(tmp_path, manual):
     (losses, metrics, state, predicted), (own_losses, own_metrics, own_state, own_predicted) = found
     assert losses == own_losses and len(losses) == 40
     assert {key: value.item() for key, value in metrics.items()} == {k: v.item() for k, v in own_metrics.items()}
-    assert_same_bits(state, own_state, "parameters")
-    assert_same_bits(predicted, own_predicted, "predictions")
+    ps.testing.assert_same_bits(state, own_state, "parameters")
+    ps.testing.assert_same_bits(predicted, own_predicted, "predictions")
 
 
 def test_evaluations_run_in_evaluation_mode(tmp_path):
@@ -142,7 +141,7 @@ def test_a_module_is_fitted_again(tmp_path, manual, trainers):
     (losses, results, state), (own_losses, own_results, own_state) = found
     assert losses == own_losses and len(losses) == 10
     assert results == own_results
-    assert_same_bits(state, own_state, "parameters")
+    ps.testing.assert_same_bits(state, own_state, "parameters")
 
 
 def test_a_run_resumes_with_the_same_bits(tmp_path):
@@ -160,7 +159,7 @@ def test_a_run_resumes_with_the_same_bits(tmp_path):
     resumed = Net()
     saving(2).fit(resumed, loader(), ckpt_path=str(last))
     assert len(list((tmp_path / "saved").iterdir())) == 5  # none between the first micro-batches
-    assert_same_bits(values(whole), values(resumed), "parameters")
+    ps.testing.assert_same_bits(values(whole), values(resumed), "parameters")
     assert part.losses + resumed.losses == whole.losses
 
 
@@ -200,7 +199,7 @@ def test_weights_alone_are_a_file_of_lightning(tmp_path):
     run.fit(module, loader())
     run.save_checkpoint(path, weights_only=True)
     loaded = Net.load_from_checkpoint(path)
-    assert_same_bits(values(module), values(loaded), "parameters")
+    ps.testing.assert_same_bits(values(module), values(loaded), "parameters")
     before = run.validate(module, loader(1, 8), verbose=False)
     again = trainer(PatrickStarStrategy(), tmp_path)
     assert again.validate(Net(), loader(1, 8), ckpt_path=str(path), verbose=False) == before
@@ -308,4 +307,4 @@ def test_lightning_resumes_exactly(precision, tmp_path):
         model.engine.state_dict() | {"moments": model.engine.optimizer.state_dict()["state"][0]["exp_avg"]}
         for model in (whole, second)
     ]
-    assert_same_bits(*states, "the resumed run")
+    ps.testing.assert_same_bits(*states, "the resumed run")

@@ -12,7 +12,6 @@ import transformers
 from transformers import GPT2LMHeadModel
 
 import patrickstar as ps
-from patrickstar import testing
 from patrickstar._checkpoint.storage_reader import CheckpointReader
 from patrickstar.errors import ModelError, TrainingError
 from patrickstar.integrations.transformers._saved_weights import adapter_names
@@ -175,14 +174,14 @@ def test_adalora_reallocates_ranks_with_copies_of_the_gradients_and_refuses_with
     options = ps.Config(device="cpu", precision="fp32", chunk_size=512, optimizer=ps.AdamW(lr=1e-2))
     torch.manual_seed(0)
     plain = adaptive()
-    optimizer = testing.PlainOptimizer([{"params": [*plain.parameters()]}], options.optimizer)
+    optimizer = ps.testing.PlainOptimizer([{"params": [*plain.parameters()]}], options.optimizer)
     for step in range(8):
         plain(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
         plain.base_model.update_and_allocate(step)
         optimizer.zero_grad()
     torch.manual_seed(0)
-    engine = testing.stressed(adaptive, options)
+    engine = ps.testing.stressed(adaptive, options)
     model = engine.module
     for step in range(8):
         engine.backward(engine(input_ids=ids, labels=ids).loss)
@@ -245,13 +244,3 @@ def test_generation_has_the_bits_of_the_plain_model():
 def test_adapters_are_refused_by_the_engines_method(tmp_path):
     with pytest.raises(ModelError, match=r"PeftModel\w* has PEFT adapters.*engine\.module\.save_pretrained"):
         engine_of(adapted, "bf16").save_pretrained(tmp_path / "engine")
-
-
-def test_a_merged_model_loads_in_transformers(tmp_path):
-    engine = engine_of(adapted, "fp32")
-    engine.close()
-    merged = engine.module.merge_and_unload()
-    merged.save_pretrained(tmp_path)
-    assert_same_bits(
-        dict(merged.state_dict()), dict(GPT2LMHeadModel.from_pretrained(tmp_path).state_dict()), "the merged model"
-    )

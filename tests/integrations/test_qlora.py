@@ -9,7 +9,6 @@ from torch import nn
 from transformers import BitsAndBytesConfig, LlamaForCausalLM
 
 import patrickstar as ps
-from patrickstar import testing
 from patrickstar.integrations.transformers import Trainer
 
 from .tiny import llama
@@ -55,18 +54,18 @@ def step(model, loss_backward, optimizer):
 
 def test_training_has_the_bits_of_plain_pytorch(build):
     plain = build()
-    optimizer = testing.PlainOptimizer([{"params": [p for p in plain.parameters() if p.requires_grad]}], ps.AdamW())
+    optimizer = ps.testing.PlainOptimizer([{"params": [p for p in plain.parameters() if p.requires_grad]}], ps.AdamW())
     expected = [step(plain, torch.Tensor.backward, optimizer) for _ in range(3)]
-    engine = testing.stressed(build, ps.Config(device="cpu", chunk_size=4096, optimizer=ps.AdamW()))
-    testing.assert_same_bits(expected, [step(engine, engine.backward, engine.optimizer) for _ in range(3)], "losses")
+    engine = ps.testing.stressed(build, ps.Config(device="cpu", chunk_size=4096, optimizer=ps.AdamW()))
+    ps.testing.assert_same_bits(expected, [step(engine, engine.backward, engine.optimizer) for _ in range(3)], "losses")
     base = [param for param in engine.inspect().parameters if not param.trained]
     chunks = {chunk.index: chunk for chunk in engine.inspect().chunks}
     assert any(chunks[param.chunk].dtype == "uint8" for param in base), "quantized weights are stored as bytes"
-    testing.assert_same_bits(dict(plain.state_dict()), dict(engine.module.state_dict()), "adapters and base")
+    ps.testing.assert_same_bits(dict(plain.state_dict()), dict(engine.module.state_dict()), "adapters and base")
     engine.close()
     assert [type(p) for p in engine.module.parameters()] == [type(p) for p in plain.parameters()]
     assert any(type(p) is Params4bit for p in engine.module.parameters())
-    testing.assert_same_bits(dict(plain.state_dict()), dict(engine.module.state_dict()), "the closed engine's model")
+    ps.testing.assert_same_bits(dict(plain.state_dict()), dict(engine.module.state_dict()), "the closed engine's model")
 
 
 def test_weights_are_not_packed_anew_in_evaluations(build, monkeypatch):
@@ -97,7 +96,7 @@ def test_the_trainer_has_the_losses_of_the_stock_one(build, tmp_path):
     loaded = peft.PeftModel.from_pretrained(quantized(tmp_path / "base"), tmp_path / "adapters")
     full = trainer.engine.state_dict()
     found = {name: value for name, value in loaded.state_dict().items() if "lora" in name}
-    testing.assert_same_bits({name: full[name] for name in found}, found, "loaded adapters")
+    ps.testing.assert_same_bits({name: full[name] for name in found}, found, "loaded adapters")
 
 
 def test_a_quantized_model_without_adapters_is_refused(build, tmp_path):

@@ -6,7 +6,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import patrickstar as ps
-from patrickstar import testing
 from patrickstar.errors import ConfigError, ModelError
 from patrickstar.integrations.transformers import parallelize, stack_experts
 
@@ -61,7 +60,7 @@ def test_experts_have_dropout():
 
 
 def test_training_in_chunks_is_exact():
-    testing.assert_exact(stacked, [batch(0), batch(1)], small_chunks("bf16"))
+    ps.testing.assert_exact(stacked, [batch(0), batch(1)], small_chunks("bf16"))
 
 
 def test_meta_parameters_and_frozen_ones_stay_so():

@@ -13,7 +13,6 @@ from transformers import BertConfig, BertForSequenceClassification, GPT2LMHeadMo
 import patrickstar as ps
 from patrickstar.errors import BudgetError, ConfigError, ModelError, TrainingError
 from patrickstar.integrations.transformers import Trainer
-from patrickstar.testing import assert_same_bits
 
 from . import trainers
 from .trainers import ADAMW, Stressed, close, create, gpt2, same, texts, trained, weights
@@ -81,7 +80,7 @@ def test_results_are_bitwise_those_of_the_reference(tmp_path, bf16):
         found.append(trained(trainer))
     (log, state), (own_log, own_state) = found
     assert log == own_log and any(entry.get("grad_norm", 0) > 0.3 for entry in log)
-    assert_same_bits(state, own_state, "parameters")
+    ps.testing.assert_same_bits(state, own_state, "parameters")
 
 
 def test_bf16_is_close_to_autocast(tmp_path):
@@ -144,7 +143,7 @@ def test_each_train_call_uses_a_new_model_of_model_init(tmp_path):
     engine = trainer.engine
     trainer.train()
     assert trainer.engine is not engine and trainer.engine.module is made[-1]
-    assert_same_bits(first, weights(trainer), "parameters of both runs")
+    ps.testing.assert_same_bits(first, weights(trainer), "parameters of both runs")
     with pytest.raises(TrainingError, match="closed"):
         engine.state_dict()
 
@@ -155,7 +154,7 @@ def test_second_train_call_continues(tmp_path):
         trainer = create(kind, tmp_path, max_steps=2, max_grad_norm=100.0, optimizer_cls_and_kwargs=ADAMW)
         trainer.train()
         found.append(trained(trainer)[1])
-    assert_same_bits(*found, "parameters")
+    ps.testing.assert_same_bits(*found, "parameters")
 
 
 def test_callbacks_see_model_optimizer_and_scheduler(tmp_path):
@@ -233,7 +232,7 @@ def test_state_dict_names_are_checked():
     engine.load_state_dict({"transformer.ln_f.bias": torch.ones(32)}, strict=False)
     after = engine.state_dict()
     assert after.pop("transformer.ln_f.bias").eq(1).all() and before.pop("transformer.ln_f.bias").eq(0).all()
-    assert_same_bits(before, after, "what was not given")
+    ps.testing.assert_same_bits(before, after, "what was not given")
     with pytest.raises(ModelError, match="missing"):
         engine.load_state_dict({"transformer.ln_f.bias": torch.ones(32)})
 
@@ -266,9 +265,9 @@ def test_model_remains_usable_after_the_trainer(tmp_path):
     state = weights(trainer)
     del trainer
     gc.collect()
-    assert_same_bits(state, model.state_dict(), "parameters")
+    ps.testing.assert_same_bits(state, model.state_dict(), "parameters")
     loaded = GPT2LMHeadModel.from_pretrained(tmp_path, dtype=torch.float32)
-    assert_same_bits(state, loaded.state_dict(), "the loaded model")
+    ps.testing.assert_same_bits(state, loaded.state_dict(), "the loaded model")
 
 
 def test_frozen_model_is_evaluated_without_optimizer_states(tmp_path):

@@ -31,7 +31,6 @@ from patrickstar.errors import CheckpointError, ConfigError, ModelError, Trainin
 from patrickstar.integrations.accelerate import Accelerator
 from patrickstar.integrations.transformers import Trainer
 from patrickstar.integrations.transformers._training_args import merge
-from patrickstar.testing import assert_same_bits
 
 from .trainers import ADAMW, Stressed, arguments, close, create, gpt2, logged, texts, trained, weights
 
@@ -77,7 +76,7 @@ def finish_the_same(whole, second):
     """Assert that both runs have the same log, parameters and states, and close them."""
     (log, state), (own_log, own_state) = result(whole), result(second)
     assert log == own_log
-    assert_same_bits(state, own_state, "parameters and states")
+    ps.testing.assert_same_bits(state, own_state, "parameters and states")
     close(whole)
     close(second)
 
@@ -144,7 +143,7 @@ def test_contents_of_a_checkpoint(tmp_path):
     one.train()
     best, step, state = min(losses, key=lambda each: each[0])
     assert one.state.best_model_checkpoint == str(tmp_path / f"checkpoint-{step}")
-    assert_same_bits(state, weights(one), "the best model")
+    ps.testing.assert_same_bits(state, weights(one), "the best model")
     assert one.evaluate()["eval_loss"] == best
     folders = {path.name for path in tmp_path.iterdir()}
     assert folders == {f"checkpoint-{STEPS}", f"checkpoint-{step}" if step < STEPS else f"checkpoint-{STEPS - 1}"}
@@ -155,7 +154,7 @@ def test_contents_of_a_checkpoint(tmp_path):
     }
     assert not (folder / "optimizer.pt").exists()
     assert json.loads((folder / "trainer_state.json").read_text())["global_step"] == step
-    assert_same_bits(state, GPT2LMHeadModel.from_pretrained(folder).state_dict(), "loaded by transformers")
+    ps.testing.assert_same_bits(state, GPT2LMHeadModel.from_pretrained(folder).state_dict(), "loaded by transformers")
 
 
 def test_checkpoint_without_optimizer(tmp_path):
@@ -169,7 +168,7 @@ def test_checkpoint_without_optimizer(tmp_path):
         second.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
         found.append(weights(second))
         close(second)
-    assert_same_bits(*found, "parameters")
+    ps.testing.assert_same_bits(*found, "parameters")
 
 
 def test_resume_errors(tmp_path):
@@ -272,7 +271,7 @@ def test_schedule_free_training_evaluates_and_saves_the_average(tmp_path):
     assert any((expected[name] - value).abs().max().item() > 1e-4 for name, value in saved.items())
     trainer = made(tmp_path / "whole", output_dir=str(tmp_path / "resumed"))
     trainer.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
-    assert_same_bits(expected, trainer.engine.state_dict(), "parameters of the resumed run")
+    ps.testing.assert_same_bits(expected, trainer.engine.state_dict(), "parameters of the resumed run")
     evaluations = [[entry for entry in each if "eval_loss" in entry] for each in (log, logged(trainer))]
     assert evaluations[0] == evaluations[1]
 

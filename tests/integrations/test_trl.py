@@ -13,10 +13,8 @@ from sampling import nightly
 from transformers import LlamaForSequenceClassification
 
 import patrickstar as ps
-from patrickstar.errors import ConfigError
 from patrickstar.integrations.transformers import Trainer
 from patrickstar.integrations.trl import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, RLOOTrainer, SFTTrainer
-from patrickstar.testing import assert_same_bits
 
 from . import tiny
 from .trainers import DEFAULTS, checkpointing, close, same, stressed, trained, weights
@@ -133,7 +131,7 @@ def test_the_reference_model_lies_within_the_budgets(tmp_path):
     assert not any(name.startswith("frozen_0") for name in trainer.engine.state_dict())
     assert trainer.ref_model.config is reference.config
     assert trainer.accelerator.unwrap_model(trainer.ref_model) is reference
-    with pytest.raises(ConfigError, match="was prepared after the engine was created"):
+    with pytest.raises(ps.errors.ConfigError, match="was prepared after the engine was created"):
         trainer.accelerator.prepare_model(llama(3), evaluation_mode=True)
 
 
@@ -173,4 +171,4 @@ def test_dpo_resumes_with_the_same_bits(tmp_path):
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4") if steps == 8 else None)
         found.append({name: value.clone() for name, value in weights(trainer).items()})
         close(trainer)
-    assert_same_bits(found[0], found[1], "parameters after resuming")
+    ps.testing.assert_same_bits(found[0], found[1], "parameters after resuming")

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
+from toys import mean_square, update
 from transformers import PreTrainedModel
 
 import patrickstar as ps
-from patrickstar._engine.engine import Engine
 from patrickstar.integrations.transformers._folder_weights import FolderWeights
 from patrickstar.integrations.transformers._model_builder import build_model, parameters_on_meta, read_config
 
@@ -91,11 +91,9 @@ def logits(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     return values
 
 
-def step(engine: Engine, optimizer: torch.optim.Optimizer, seed: int = 0) -> None:
+def step(engine: ps.Engine, optimizer: torch.optim.Optimizer, seed: int = 0) -> None:
     """Run one update, so that master parameters differ from their rounded copies."""
-    engine.backward(engine(**batch(engine.module, seed)).logits.float().pow(2).mean())
-    optimizer.step()
-    optimizer.zero_grad()
+    update(engine, mean_square(engine(**batch(engine.module, seed)).logits))
 
 
 WORDS = ["<pad>", "<eos>", "<unk>", *string.ascii_lowercase, *string.digits]
@@ -112,11 +110,11 @@ def letters() -> transformers.PreTrainedTokenizerFast:
     )
 
 
-def engine_of(folder: Path, config: ps.Config, model_class: Any = CAUSAL, **options: Any) -> Engine:
+def engine_of(folder: Path, config: ps.Config, model_class: Any = CAUSAL, **options: Any) -> ps.Engine:
     """Load like `from_pretrained`, with the engine's options for tests."""
     with parameters_on_meta():
         model = build_model(read_config(folder / "config.json"), model_class)
-    return Engine(model, config, FolderWeights(folder, model), **options)
+    return ps.Engine(model, config, FolderWeights(folder, model), **options)
 
 
 def small_chunks(precision: str = "fp32", **options: Any) -> ps.Config:

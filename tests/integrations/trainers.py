@@ -12,7 +12,6 @@ from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
 
 import patrickstar as ps
 from patrickstar.integrations.transformers import Trainer
-from patrickstar.testing import NoMeter, ReferenceTrainer, assert_same_bits
 
 VOCAB = 64
 ADAMW = (torch.optim.AdamW, {"lr": 1e-2, "foreach": False})
@@ -60,7 +59,7 @@ class Stress:
 
     def make_engine(self, model: nn.Module, config: ps.Config) -> ps.Engine:
         more = {"frozen": self.frozen_modules} if hasattr(self, "frozen_modules") else {}
-        return ps.Engine(model, config, meter=NoMeter(), evict_everything=True, poison=True, **more)
+        return ps.Engine(model, config, meter=ps.testing.NoMeter(), evict_everything=True, poison=True, **more)
 
 
 def stressed(kind: Any) -> Any:
@@ -100,7 +99,7 @@ def trained(trainer: transformers.Trainer) -> tuple[list[dict[str, Any]], dict[s
 class Shell(torch.optim.Optimizer):
     """Adapter of the reference's optimizer to torch's Optimizer class."""
 
-    def __init__(self, reference: ReferenceTrainer) -> None:
+    def __init__(self, reference: ps.testing.ReferenceTrainer) -> None:
         self.reference = reference
         super().__init__([torch.zeros(1)], {})
         self.param_groups = reference.optimizer.param_groups
@@ -118,7 +117,7 @@ class Shell(torch.optim.Optimizer):
 class Protocol(transformers.Trainer):
     """Stock Trainer over ReferenceTrainer: plain tensors with the engine's precision, clipping and update rule."""
 
-    reference_kind = ReferenceTrainer
+    reference_kind = ps.testing.ReferenceTrainer
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
@@ -174,7 +173,7 @@ def same(found: Any) -> None:
     """Assert equal logs, up to norms, and bit-identical parameters of two trained Trainers."""
     (log, state), (own_log, own_state) = found
     same_but_norms(log, own_log)
-    assert_same_bits(state, own_state, "parameters")
+    ps.testing.assert_same_bits(state, own_state, "parameters")
 
 
 def same_but_norms(expected: list[dict[str, Any]], actual: list[dict[str, Any]]) -> None:

@@ -8,9 +8,6 @@ from torch import nn
 from toys import mean_square, outcome, train
 
 import patrickstar as ps
-from patrickstar import testing
-from patrickstar._engine.engine import Engine
-from patrickstar.errors import CheckpointError
 
 
 class Model(nn.Module):
@@ -37,7 +34,7 @@ def config(**options):
 
 def engine_of(**options):
     torch.manual_seed(0)
-    return Engine(Model, config(**options), meter=testing.NoMeter())
+    return ps.Engine(Model, config(**options), meter=ps.testing.NoMeter())
 
 
 IDS = torch.arange(8) % 13
@@ -52,11 +49,11 @@ def assert_refused(engine, path, *words):
     before = outcome(engine)
     tracemalloc.start()
     try:
-        with pytest.raises(CheckpointError) as raised:
+        with pytest.raises(ps.errors.CheckpointError) as raised:
             engine.load(path)
         _, peak_bytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    testing.assert_same_bits(before, outcome(engine), "state before the load")
+    ps.testing.assert_same_bits(before, outcome(engine), "state before the load")
     assert all(word in str(raised.value) for word in words), str(raised.value)
     return peak_bytes

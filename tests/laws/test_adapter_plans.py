@@ -5,16 +5,15 @@ from dataclasses import dataclass
 
 import pytest
 from adapter_plans import DTYPES, sample, with_adapters
-from hypothesis import given, settings
 from hypothesis import strategies as st
-from sampling import nightly
+from sampling import drawn
 from torch import nn
+from toys import update
 from transformers import LlamaConfig
 from transformers.utils import logging
 
 import patrickstar as ps
 from patrickstar._perf_model.machine_spec import DiskDrive, Host, Machine
-from patrickstar.errors import BudgetError
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -118,9 +117,7 @@ def run(model: nn.Module, draw: Draw, report, folder) -> tuple[ps.StepStats, int
         while len(moved) < STEPS or moved[-1] != moved[-2]:
             assert len(moved) < MOST_STEPS, moved
             batch = sample(draw.batch, draw.sequence, VOCABULARY)  # a data loader delivers new tensors at each step
-            engine.backward(engine(**batch).loss)
-            engine.optimizer.step()
-            engine.optimizer.zero_grad()
+            update(engine, engine(**batch).loss)
             moved.append(tuple(getattr(engine.stats.last, name) for name in TRANSFERS))
         chunks = sum(chunk.nbytes for chunk in engine.inspect().chunks)
         return engine.stats.last, chunks, engine.layout.padding_bytes
@@ -134,13 +131,12 @@ def _no_avx512_kernels(monkeypatch):
 
 
 @pytest.mark.long("a draw is traced, dry-run with measured operators, and trained")
-@settings(max_examples=20 if nightly() else 1, deadline=None, print_blob=True)
-@given(settled)
+@drawn(20, settled, fast=1)
 def test_a_plan_of_adapters_has_the_bytes_of_a_run(tmp_path_factory, draw):
     model, batch = draw.build(), sample(draw.batch, draw.sequence, VOCABULARY)
     try:
         plan = planned(model, draw, draw.memory(model), sample=batch)
-    except BudgetError:
+    except ps.errors.BudgetError:
         plan = planned(model, draw, AMPLE_BYTES, sample=batch)
     last, chunks, padding = run(model, draw, plan.dry_run, tmp_path_factory.mktemp("disk"))
     assert plan.best.model_data_bytes == chunks - padding

@@ -1,85 +1,41 @@
 """Law 2, budgets: at every moment, chunks on a tier fit in its budget minus its non-model data and libraries."""
 
-import mmap
 import random
 import re
 from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from probes import after_allocations, set_ram
-from sampling import draws
+from sampling import drawn
 from seeded import engine_of
-from toys import Shape, batches, inputs, layers, mean_square, train
+from toys import Shape, batches, inputs, layers, mean_square, train, update
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import patrickstar as ps
-from patrickstar._chunks.chunk_manager import ChunkManager
 from patrickstar._dry_run.simulation import forward_backward_step, simulate
 from patrickstar._engine import core
-from patrickstar._engine.engine import Engine
 from patrickstar._layout.byte_size import parse_size
 from patrickstar._perf_model.machine_spec import Gpu, Host, Links, Machine
 from patrickstar._tiers.hardware import Hardware
-from patrickstar._tiers.host_tier import HostTier
 from patrickstar.errors import BudgetError
 from patrickstar.testing import NoMeter, ReferenceTrainer, assert_same_bits
 
-from .models import Fixed, Waves, check_real_bytes, chunk_sizes, config, precisions, shapes, smallest_device_bytes
+from .models import Fixed, Waves, chunk_sizes, config, precisions, shapes, smallest_device_bytes
 from .tiers import run_elsewhere
+from .watched import Watched
 
 
-class WatchedHost(HostTier):
-    """Host tier that checks the law at each allocation."""
-
-    manager: "Watched"
-
-    def allocate(self, chunk):
-        host = super().allocate(chunk)
-        self.check(chunk)
-        return host
-
-    def allocate_block(self, nbytes, *what):
-        block = super().allocate_block(nbytes, *what)
-        self.check()
-        return block
-
-    def check(self, *more):
-        assert self.used + self.other_bytes <= self.budget_bytes
-        check_real_bytes(self.manager, *more)
-
-
-class Watched(ChunkManager):
-    """Chunk manager that checks the law at each allocation."""
-
-    def __init__(self, device, device_budget_bytes, host_budget_bytes, poison, **options):
-        super().__init__(device, device_budget_bytes, host_budget_bytes, poison, **options)
-        assert self.host_tier.used == self.host_tier.other_bytes == 0
-        self.host_tier.__class__, self.host_tier.manager = WatchedHost, self
-        allocate = self.device_tier.allocate
-        self.device_tier.allocate = lambda chunk: (allocate(chunk), self.check(chunk))
-
-    def check(self, allocated):
-        device = self.device_tier
-        assert device.used <= device.chunkable_bytes
-        check_real_bytes(self, allocated)
-        if device.page_pool is not None:
-            pages = sum(mmap.PAGESIZE for chunk in self.chunks.values() if chunk.device_bytes)
-            assert device.page_pool.mapped_bytes <= device.chunkable_bytes + pages + mmap.PAGESIZE
-
-
-@settings(max_examples=draws(25), deadline=None, print_blob=True)
-@given(shapes, chunk_sizes, precisions, st.integers(0, 16000), st.integers(0, 12000), st.integers(0, 8000))
+@drawn(25, shapes, chunk_sizes, precisions, st.integers(0, 16000), st.integers(0, 12000), st.integers(0, 8000))
 def test_both_budgets_hold_at_every_moment(shape, chunk_size, precision, spare_bytes, wave_bytes, host_spare_bytes):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("patrickstar._engine.core.ChunkManager", Watched)
         device = smallest_device_bytes(shape, chunk_size, precision) + spare_bytes + wave_bytes
-        layout = Engine(shape.build, config(precision, chunk_size, device_memory=device)).layout
+        layout = ps.Engine(shape.build, config(precision, chunk_size, device_memory=device)).layout
         host = layout.model_data_bytes + host_spare_bytes
         options = config(precision, chunk_size, device_memory=device, host_memory=host)
-        engine = Engine(shape.build, options, meter=Waves(wave_bytes))
+        engine = ps.Engine(shape.build, options, meter=Waves(wave_bytes))
         train(engine, batches(3))
         assert engine.stats.total.device_peak_model_bytes <= device
         assert engine.stats.total.host_peak_model_bytes <= host
@@ -106,14 +62,13 @@ def test_the_measured_process_stays_within_its_budget():
     run_elsewhere(check_measured_process)
 
 
-@settings(max_examples=draws(25), deadline=None, print_blob=True)
-@given(shapes, st.sampled_from([64, 256, 700]), precisions, st.floats(0.05, 1.5))
+@drawn(25, shapes, st.sampled_from([64, 256, 700]), precisions, st.floats(0.05, 1.5))
 def test_the_smallest_budgets_named_do_work(shape, chunk_size, precision, share):
     """Whatever device budget is asked for, a host of one byte is refused; train with what the error names."""
-    layout = Engine(shape.build, config(precision, chunk_size)).layout
+    layout = ps.Engine(shape.build, config(precision, chunk_size)).layout
     device = max(1, int(share * layout.model_data_bytes))
     try:
-        Engine(shape.build, config(precision, chunk_size, device_memory=device, host_memory=1), meter=NoMeter())
+        ps.Engine(shape.build, config(precision, chunk_size, device_memory=device, host_memory=1), meter=NoMeter())
     except BudgetError as error:
         (alone, _), (beside, _), (_, host) = re.findall(r"device_memory=(\d+)|host_memory=(\d+)", str(error))
         for device, other in ((alone, 1), (beside, max(1, int(host)))):
@@ -123,7 +78,7 @@ def test_the_smallest_budgets_named_do_work(shape, chunk_size, precision, share)
 
 
 def test_non_model_data_larger_than_the_budget_is_an_error_that_names_it():
-    engine = Engine(Shape(("mlp",)).build, config("bf16", 256, device_memory=8192), meter=Fixed(20000))
+    engine = ps.Engine(Shape(("mlp",)).build, config("bf16", 256, device_memory=8192), meter=Fixed(20000))
     with pytest.raises(BudgetError, match=r"budget of 8192 bytes holds \d+ bytes of non-model data.*[Rr]aise"):
         train(engine, batches(2))
 
@@ -161,12 +116,12 @@ class WithLibraries(Hardware):
 build = partial(layers, WIDTH, 6)
 
 
-def engine(**options) -> Engine:
+def engine(**options) -> ps.Engine:
     config = ps.Config(device="cpu", **{"chunk_size": CHUNK_BYTES} | options)
-    return Engine(build, config, hardware=WithLibraries(), meter=Fixed(LIBRARY_BYTES), poison=True)
+    return ps.Engine(build, config, hardware=WithLibraries(), meter=Fixed(LIBRARY_BYTES), poison=True)
 
 
-def train_watched(made: Engine) -> None:
+def train_watched(made: ps.Engine) -> None:
     used = []
     after_allocations(made, lambda chunk: used.append(made.inspect().device.chunk_bytes))
     train(made, inputs(3, WIDTH, rows=4))
@@ -203,7 +158,7 @@ def test_the_chunk_size_fits_the_memory_left_by_libraries_if_a_meter_reports_the
     with engine(chunk_size="auto", device_memory=LIBRARY_BYTES + 40_000, host_memory="1GiB") as made:
         assert max(chunk.compute_bytes for chunk in made.layout.chunks) <= 40_000 // 4
     config = ps.Config(device="cpu", chunk_size=CHUNK_BYTES, device_memory="64KiB", host_memory="1GiB")
-    Engine(build, config, hardware=WithLibraries(), meter=NoMeter()).close()
+    ps.Engine(build, config, hardware=WithLibraries(), meter=NoMeter()).close()
 
 
 def test_a_dry_run_counts_libraries():
@@ -216,12 +171,12 @@ def test_a_dry_run_counts_libraries():
     )
     config = ps.Config(device="cpu", chunk_size=CHUNK_BYTES)
     step = forward_backward_step(mean_square, (torch.zeros(4, WIDTH),), {})
-    reports = [simulate(Engine, build, config, step, machine, library_bytes=n) for n in (0, LIBRARY_BYTES)]
+    reports = [simulate(ps.Engine, build, config, step, machine, library_bytes=n) for n in (0, LIBRARY_BYTES)]
     peaks = [report.stats.device_peak_non_model_bytes for report in reports]
     assert abs(peaks[1] - peaks[0] - LIBRARY_BYTES) < 4096, "only transfers in flight may differ otherwise"
     with pytest.raises(BudgetError, match=r"for its libraries"):
         small = machine.model_copy(update={"gpu": machine.gpu.model_copy(update={"memory": LIBRARY_BYTES})})
-        simulate(Engine, build, config, step, small, library_bytes=LIBRARY_BYTES)
+        simulate(ps.Engine, build, config, step, small, library_bytes=LIBRARY_BYTES)
 
 
 VOCABULARY = 256
@@ -242,9 +197,7 @@ def batch(length, seed):
 
 def train_lengths(trainer, lengths):
     for seed, length in enumerate(lengths):
-        trainer.backward(trainer(**batch(length, seed)).loss)
-        trainer.optimizer.step()
-        trainer.optimizer.zero_grad()
+        update(trainer, trainer(**batch(length, seed)).loss)
 
 
 @pytest.mark.parametrize("planned", [False, pytest.param(True, marks=pytest.mark.slow)])

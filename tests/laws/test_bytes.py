@@ -5,29 +5,26 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
-from sampling import draws
+from sampling import drawn
 from torch import nn
 from toys import Shape, batches, inputs, layers, mean_square, module, train
 from transformers import GPT2LMHeadModel
 
-from patrickstar._engine.engine import Engine
+import patrickstar as ps
 from patrickstar._engine.param_init import make_layout, param_specs
 from patrickstar._layout.chunk_mapping import align
 from patrickstar._layout.schema import EXP_AVG, EXP_AVG_SQ, GRAD32, PARAM16, PARAM32
 from patrickstar._models.presets import PRESETS
-from patrickstar.testing import NoMeter
 
 from .models import check_alignment, chunk_sizes, config, precisions, shapes
 
 PLENTY = 1 << 24
 
 
-@settings(max_examples=draws(20), deadline=None, print_blob=True)
-@given(shapes, chunk_sizes, precisions)
+@drawn(20, shapes, chunk_sizes, precisions)
 def test_model_data_per_parameter_and_peaks_when_everything_fits(shape, chunk_size, precision):
     """Warm-up: `param16` on the device, optimizer lists on the host. Then all on the device, without duplicates."""
-    engine = Engine(shape.build, config(precision, chunk_size, device_memory=PLENTY), meter=NoMeter())
+    engine = ps.Engine(shape.build, config(precision, chunk_size, device_memory=PLENTY), meter=ps.testing.NoMeter())
     per_trained = {"bf16": 14, "fp16": 14, "fp32": 16}[precision]
     per_frozen = {"bf16": 2, "fp16": 2, "fp32": 4}[precision]
     expected = sum(p.numel() * (per_trained if p.requires_grad else per_frozen) for p in engine.module.parameters())
@@ -49,7 +46,7 @@ def test_host_memory_of_chunks_that_move_to_the_device_is_released():
     """No chunk is resident twice."""
     width = 512
     options = config("bf16", "2MiB", device_memory=1 << 28, host_memory=1 << 28)
-    engine = Engine(partial(layers, width, 8), options, meter=NoMeter())
+    engine = ps.Engine(partial(layers, width, 8), options, meter=ps.testing.NoMeter())
     train(engine, inputs(3, width, rows=2))
     assert engine.stats.last.device_peak_model_bytes == engine.layout.model_data_bytes, "not all came to the device"
     held = engine.inspect()
@@ -60,7 +57,7 @@ def test_host_memory_of_chunks_that_move_to_the_device_is_released():
 @pytest.mark.parametrize("accumulation", [1, 2, 3])
 def test_accumulation_costs_one_gradient_list(accumulation):
     shape = Shape(("mlp", "plain"), tied=True)
-    engine = Engine(shape.build, config("bf16", 256, device_memory=PLENTY), meter=NoMeter())
+    engine = ps.Engine(shape.build, config("bf16", 256, device_memory=PLENTY), meter=ps.testing.NoMeter())
     for _ in range(accumulation):
         engine.backward(engine(torch.zeros(2, 3, dtype=torch.long)))
     numel = sum(chunk.numel for chunk in engine.layout.chunks)
@@ -95,7 +92,7 @@ odd_sizes = module(  # mostly without common factors
 @pytest.mark.parametrize("room", ["all on the device", "all evicted"])
 def test_every_parameter_begins_at_a_multiple_of_256_bytes(precision, chunk_size, room):
     options = config(precision, chunk_size, device_memory=1 << 24, host_memory=1 << 24)
-    engine = Engine(odd_sizes, options, meter=NoMeter(), evict_everything=room == "all evicted")
+    engine = ps.Engine(odd_sizes, options, meter=ps.testing.NoMeter(), evict_everything=room == "all evicted")
     checked = set()
     for step in range(3):
         loss = engine(torch.full((2, 3), step))

@@ -24,14 +24,12 @@ from torch.distributed.checkpoint.planner import SavePlan
 from toys import outcome
 
 import patrickstar as ps
-from patrickstar import testing
 from patrickstar._checkpoint import atomic_dir, direct_writer
 from patrickstar._checkpoint.direct_writer import write_all
 from patrickstar._checkpoint.load_planner import ShardLoadPlanner
 from patrickstar._checkpoint.manifest import NAME
 from patrickstar._checkpoint.save_planner import ShardSavePlanner, param_shards
 from patrickstar._checkpoint.storage_reader import CheckpointReader
-from patrickstar._engine.engine import Engine
 from patrickstar._layout.shard_geometry import Box
 from patrickstar.errors import CheckpointError, ConfigError, TrainingError
 
@@ -77,7 +75,7 @@ def test_unfrozen_parameters_get_zero_states(saved_checkpoint):
     model = Model()
     model.head.bias.requires_grad_(True)
     model.conv.requires_grad_(False)
-    engine = Engine(model, config(), meter=testing.NoMeter())
+    engine = ps.Engine(model, config(), meter=ps.testing.NoMeter())
     engine.load(saved_checkpoint[0])
     steps = {param.name: param.steps for param in engine.inspect().parameters}
     assert steps["head.bias"] == 0 and steps["words.weight"] == 2
@@ -116,19 +114,19 @@ class UnusualModel(nn.Module):
 
 
 def test_unusual_tensors(tmp_path):
-    engine = Engine(UnusualModel, config(), meter=testing.NoMeter())
+    engine = ps.Engine(UnusualModel, config(), meter=ps.testing.NoMeter())
     engine.save(tmp_path / "odd")
     engine.save_pretrained(tmp_path / "folder")
     stored = load_file(tmp_path / "folder" / "model.safetensors")
     assert {"none", "padding.weight", "padding.bias", "one", "turns", "count", "frozen"} == stored.keys()
-    other = Engine(UnusualModel, config(), meter=testing.NoMeter())
+    other = ps.Engine(UnusualModel, config(), meter=ps.testing.NoMeter())
     other.load(tmp_path / "odd")
-    testing.assert_same_bits(outcome(engine), outcome(other), "saved state")
+    ps.testing.assert_same_bits(outcome(engine), outcome(other), "saved state")
 
 
 def test_writes_to_frozen_parameters_and_buffers_during_a_save(tmp_path, monkeypatch):
     monkeypatch.setattr(direct_writer, "write_all", lambda *args: (time.sleep(0.01), write_all(*args)))
-    engine = Engine(UnusualModel, config(), meter=testing.NoMeter())
+    engine = ps.Engine(UnusualModel, config(), meter=ps.testing.NoMeter())
     before = engine.state_dict()
     engine.save(tmp_path / "odd", wait=False)
     with torch.no_grad():
@@ -136,9 +134,9 @@ def test_writes_to_frozen_parameters_and_buffers_during_a_save(tmp_path, monkeyp
         engine.module.turns.zero_()
     engine.module.frozen.data.fill_(6)
     assert engine.finish_saving()
-    other = Engine(UnusualModel, config(), meter=testing.NoMeter())
+    other = ps.Engine(UnusualModel, config(), meter=ps.testing.NoMeter())
     other.load(tmp_path / "odd")
-    testing.assert_same_bits(before, other.state_dict(), "state at the save")
+    ps.testing.assert_same_bits(before, other.state_dict(), "state at the save")
 
 
 class Scheduler:

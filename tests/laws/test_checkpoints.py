@@ -10,12 +10,12 @@ import time
 import numpy
 import pytest
 import torch
-from hypothesis import given, reject, settings
+from hypothesis import reject
 from hypothesis import strategies as st
-from sampling import draws, nightly
+from sampling import drawn
 from seeded import engine_of
 from torch.optim.lr_scheduler import LambdaLR
-from toys import batches
+from toys import batches, outcome
 
 from patrickstar import testing
 from patrickstar._checkpoint import direct_writer as page_file
@@ -73,10 +73,8 @@ class Run:
     def outcome(self):
         """Return parameters, optimizer states, learning rate and loss scale."""
         optimizer = self.optimizer.state_dict()
-        states = [value for _, state in sorted(optimizer["state"].items()) for _, value in sorted(state.items())]
         numbers = [optimizer["param_groups"][0]["lr"], *optimizer["loss_scale"].values()]
-        tensors = [value for value in states if isinstance(value, torch.Tensor)]
-        return [*self.engine.state_dict().values(), *tensors, torch.tensor(numbers, dtype=torch.float64)]
+        return [*outcome(self.engine), torch.tensor(numbers, dtype=torch.float64)]
 
 
 loops = st.sampled_from([{}, {"accumulation": 2}, {"max_norm": 0.1}, {"update": True}])
@@ -101,8 +99,8 @@ def disk_behavior(how):
         yield
 
 
-@settings(max_examples=draws(25), deadline=None, print_blob=True)
-@given(
+@drawn(
+    25,
     shape=shapes,
     precision=precisions,
     loop=loops,
@@ -152,8 +150,8 @@ def check_resume(checkpoint, first, second, steps, how="wait", **loop):
     gc.collect()
 
 
-@settings(max_examples=12 if nightly() else 2, deadline=None, print_blob=True)
-@given(
+@drawn(
+    12,
     shape=tiers.wide_shapes,
     precision=precisions,
     loop=loops,
@@ -161,6 +159,7 @@ def check_resume(checkpoint, first, second, steps, how="wait", **loop):
     rooms=st.tuples(tiers.rooms, tiers.rooms),
     on_disk=st.sampled_from([(True, True), (True, False), (False, True)]),
     how=st.sampled_from(["wait", "beside", "beside, no room", "beside, lags"]),
+    fast=2,
 )
 def test_states_on_disk(folder, shape, precision, loop, chunk_sizes, rooms, on_disk, how):
     if precision == "fp16":

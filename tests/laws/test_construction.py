@@ -4,6 +4,7 @@ import copy
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +18,6 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 import patrickstar as ps
 from patrickstar._hardware.cpu_allocator import cpu_allocator
 from patrickstar._hardware.file_backed_tensors import FileBackedTensors
-from patrickstar.testing import assert_same_bits
 
 from .test_forks import in_child
 
@@ -125,7 +125,7 @@ def test_bits_of_a_plain_construction(build, precision, tmp_path, monkeypatch):
         if not param.requires_grad:
             expected[name] = expected[name].to(state[name].dtype)
     found = {name: value.to(expected[name].dtype) for name, value in state.items()}
-    assert_same_bits(expected, found, "parameters and buffers")
+    ps.testing.assert_same_bits(expected, found, "parameters and buffers")
 
 
 def test_a_model_in_memory_is_not_built_on_disk(tmp_path, monkeypatch):
@@ -137,7 +137,7 @@ def test_a_model_in_memory_is_not_built_on_disk(tmp_path, monkeypatch):
 def test_a_function_that_returns_an_existing_model(tmp_path):
     model = Layers()
     expected = {name: value.clone() for name, value in model.state_dict().items()}
-    assert_same_bits(expected, on_disk(lambda: model, tmp_path), "parameters and buffers")
+    ps.testing.assert_same_bits(expected, on_disk(lambda: model, tmp_path), "parameters and buffers")
 
 
 def test_a_constructor_that_fails_leaves_nothing(tmp_path):
@@ -248,7 +248,7 @@ def test_a_model_that_builds_another_on_disk(tmp_path):
     torch.manual_seed(3)
     plain = Outer()
     torch.manual_seed(3)
-    assert_same_bits(dict(plain.state_dict()), on_disk(Outer, tmp_path), "parameters and buffers")
+    ps.testing.assert_same_bits(dict(plain.state_dict()), on_disk(Outer, tmp_path), "parameters and buffers")
 
 
 # Child processes, other threads, and files of the user
@@ -273,8 +273,6 @@ def test_a_child_process_does_not_write_into_its_parents_tensors(in_file):
 
 
 def test_two_models_built_at_once(tmp_path):
-    built: dict[float, dict[str, torch.Tensor]] = {}
-
     class Constant(Layers):
         value = 0.0
 
@@ -283,16 +281,12 @@ def test_two_models_built_at_once(tmp_path):
             for layer in self.layers:
                 nn.init.constant_(layer.weight, self.value)
 
-    def build(value: float) -> None:
-        built[value] = on_disk(type("Other", (Constant,), {"value": value}), tmp_path)
+    def build(value: float) -> dict[str, torch.Tensor]:
+        return on_disk(type("Other", (Constant,), {"value": value}), tmp_path)
 
-    threads = [threading.Thread(target=build, args=(value,)) for value in (1.0, 2.0)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for value in (1.0, 2.0):
-        assert all(bool((built[value][f"layers.{index}.weight"] == value).all()) for index in range(LAYERS))
+    with ThreadPoolExecutor(2) as executor:
+        for value, state in enumerate(executor.map(build, (1.0, 2.0)), start=1):
+            assert all(bool((state[f"layers.{index}.weight"] == value).all()) for index in range(LAYERS))
 
 
 def test_a_watcher_that_cannot_start_leaves_files_of_the_user_alone(in_file, tmp_path, monkeypatch):

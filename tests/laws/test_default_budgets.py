@@ -9,21 +9,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from probes import set_ram
-from sampling import draws, nightly
+from sampling import draws, fixed_draws, nightly
 from test_feasibility import budgets, refusal, shares
 from torch import nn
 from toys import mean_square, train
 
 import patrickstar as ps
-from patrickstar._engine.engine import Engine
 from patrickstar._hardware.ram import Ram, RamLimit
 from patrickstar._layout.chunk_mapping import ParamSpec, build_layout
 from patrickstar._layout.schema import schema_for
-from patrickstar.errors import BudgetError
-from patrickstar.testing import NoMeter
 
 DRAWS_PER_TEST = 10
 MOST_TRIES = 100
@@ -95,9 +92,9 @@ class Draw:
             if advised:
                 engine, _ = ps.initialize(build, config, sample=batch if self.sampled else None)
             else:
-                engine = Engine(build, config)
+                engine = ps.Engine(build, config)
             train(engine, [(batch,)] * steps)
-        except BudgetError as error:
+        except ps.errors.BudgetError as error:
             return str(error)
         finally:
             if engine is not None:
@@ -143,8 +140,7 @@ def test_every_setting_that_a_refusal_names_suffices_beside_open_budgets(first, 
                 assert draw.train(device_memory=nbytes), f"seed {seed - 1}: {nbytes} suffice: {message}"
 
 
-@settings(derandomize=True, deadline=None, max_examples=draws(50))
-@given(st.lists(st.integers(1, 32), min_size=2, max_size=7), shares, shares)
+@fixed_draws(50)(st.lists(st.integers(1, 32), min_size=2, max_size=7), shares, shares)
 def test_any_budgets_that_pass_the_check_can_be_trained_with(widths, device_share, host_share):
     """Train a chain of layers, each in its own chunk."""
     schema, pairs = schema_for("bfloat16", trained=True), list(pairwise(widths))
@@ -154,5 +150,5 @@ def test_any_budgets_that_pass_the_check_can_be_trained_with(widths, device_shar
     if refusal(case, device, host) is None:
         config = ps.Config(device="cpu", device_memory=device, host_memory=max(1, host), chunk_size=2)
         model = nn.Sequential(*(nn.Linear(*pair, bias=False) for pair in pairs))
-        with Engine(model, config, meter=NoMeter()) as engine:
+        with ps.Engine(model, config, meter=ps.testing.NoMeter()) as engine:
             train(engine, [(torch.ones(1, widths[0]),)] * 2)

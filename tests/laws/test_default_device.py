@@ -13,8 +13,6 @@ from toys import Shape, batches, train
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import patrickstar as ps
-from patrickstar import testing
-from patrickstar._engine.engine import Engine
 
 SHAPE = Shape(("mlp", "attention", "plain"), tied=True, frozen_norms=True, checkpointing=True)
 OPTIMIZERS = {
@@ -41,7 +39,7 @@ def run(module, options, folder, data, mode, loop, **hooks):
     """Run, save twice and load under a mode; return all results that a user sees."""
     results = []
     torch.manual_seed(1)
-    with mode(), Engine(module, options, meter=testing.NoMeter(), poison=True, **hooks) as engine:
+    with mode(), ps.Engine(module, options, meter=ps.testing.NoMeter(), poison=True, **hooks) as engine:
 
         def go_on():
             results.extend(train(engine, data, **loop))
@@ -93,7 +91,7 @@ def test_training_and_checkpoints_have_the_same_bits(mode, precision, optimizer,
         folder.mkdir()
         found.append(run(shape.build(), options, folder, data, run_mode, loop, **hooks))
     assert all(tensor.device.type == "cpu" for tensor in found[1])
-    testing.assert_same_bits(*found, "results that a user sees")
+    ps.testing.assert_same_bits(*found, "results that a user sees")
 
 
 def test_a_model_folder_has_the_same_bits(tmp_path):
@@ -103,7 +101,7 @@ def test_a_model_folder_has_the_same_bits(tmp_path):
         torch.manual_seed(0)
         model = GPT2LMHeadModel(GPT2Config(**shape, bos_token_id=0, eos_token_id=0))
         with mode():
-            engine = Engine(model, ps.Config(device="cpu", chunk_size=1024), meter=testing.NoMeter())
+            engine = ps.Engine(model, ps.Config(device="cpu", chunk_size=1024), meter=ps.testing.NoMeter())
             engine.save_pretrained(tmp_path / str(number))
             engine.close()
         saved.append((tmp_path / str(number) / "model.safetensors").read_bytes())

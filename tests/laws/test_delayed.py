@@ -7,7 +7,7 @@ import pytest
 import seeded
 import speculation_cases as cases
 import torch
-from probes import manager_of, optimizer_step_of
+from probes import fail_at, manager_of, optimizer_step_of
 from seeded import assert_same_model
 from speculation_cases import DELAYED_EVENTS, backward, build, loop, partly_frozen, step
 from torch import nn
@@ -16,9 +16,7 @@ from toys import module, train
 
 import patrickstar as ps
 from patrickstar import testing
-from patrickstar._engine.engine import Engine
 from patrickstar._params.model_data import ModelData
-from patrickstar.errors import BudgetError
 
 from .test_late_copies import some_are_slow
 from .tiers import Room, blocks, check_a_killed_run, inputs, on_disk, options, small_engine
@@ -238,18 +236,9 @@ def test_an_exchange_that_fails_names_its_parameters_and_leaves_masters(monkeypa
     with engine_of(evict_everything=False, **DELAYED) as engine:
         step(engine, 0)
         backward(engine, 1)
-        before, count = engine.state_dict(), 0
-        ensure_local = ModelData.ensure_local
-
-        def fail(data, managed):
-            nonlocal count
-            count += 1
-            if count == calls:
-                raise BudgetError("no room")
-            ensure_local(data, managed)
-
-        monkeypatch.setattr(ModelData, "ensure_local", fail)
-        with pytest.raises(BudgetError) as raised:
+        before = engine.state_dict()
+        fail_at(monkeypatch, ModelData, "ensure_local", calls, ps.errors.BudgetError("no room"))
+        with pytest.raises(ps.errors.BudgetError) as raised:
             engine.optimizer.step()
         monkeypatch.undo()
         (note,) = raised.value.__notes__
@@ -265,16 +254,8 @@ def test_an_exchange_that_fails_names_its_parameters_and_leaves_masters(monkeypa
 def test_a_step_that_was_interrupted_goes_on_where_it_stopped(monkeypatch):
     with engine_of(**DELAYED) as expected, engine_of(**DELAYED) as engine:
         optimizer_step = optimizer_step_of(engine)
-        update, count = optimizer_step.delayed.update, 0
-
-        def interrupted(*args):
-            nonlocal count
-            count += 1
-            if count == 4 + 6:  # the fourth chunk of the second step
-                raise KeyboardInterrupt
-            update(*args)
-
-        monkeypatch.setattr(optimizer_step.delayed, "update", interrupted)
+        # the fourth chunk of the second step
+        fail_at(monkeypatch, optimizer_step.delayed, "update", 4 + 6, KeyboardInterrupt())
         for number in range(4):
             found = backward(engine, number)
             if number == 1:
@@ -358,7 +339,7 @@ def test_a_parameter_in_no_group_is_as_in_the_reference():
         assert_same_losses(reference, engine, range(7), remove)
 
 
-def trained(folder: Path, first: int, last: int, saves: bool = False) -> Engine:
+def trained(folder: Path, first: int, last: int, saves: bool = False) -> ps.Engine:
     """Train from disk, as a killed run does, and one that goes on."""
     budgets = {"device_memory": "72KiB", "host_memory": "200KiB", "disk": ps.Disk(folder)}
     config = ps.Config(device="cpu", precision="bf16", chunk_size="18KiB", update=ps.Delayed(after=2), **budgets)

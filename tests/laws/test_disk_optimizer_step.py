@@ -1,7 +1,6 @@
 """The update from disk to disk: what is read when, and that the pool's pages all come back."""
 
 import time
-from functools import partial
 from unittest import mock
 
 import pytest
@@ -12,19 +11,17 @@ from torch import nn
 from toys import inputs, layers, mean_square, train
 
 import patrickstar as ps
-from patrickstar._engine.engine import Engine
 from patrickstar._schedule.placement import Tier
 from patrickstar._schedule.prefetch import DemandFetch
 from patrickstar._tiers.swap_file import SwapFile
-from patrickstar.testing import assert_same_bits
 
 WIDTH = 64
 
 
-def engine_on(folder, device_memory="24KiB", host_memory="140KiB", **hooks) -> Engine:
+def engine_on(folder, device_memory="24KiB", host_memory="140KiB", **hooks) -> ps.Engine:
     memory = {"device_memory": device_memory, "host_memory": host_memory}
     config = ps.Config(device="cpu", chunk_size=8448, disk=ps.Disk(folder), **memory)
-    return engine_of(partial(layers, WIDTH, 12, nn.Tanh), config, page_bytes=4096, **hooks)
+    return engine_of(lambda: layers(WIDTH, 12, nn.Tanh), config, page_bytes=4096, **hooks)
 
 
 @pytest.fixture
@@ -33,7 +30,7 @@ def engine(tmp_path):
         yield engine
 
 
-def steps(engine: Engine, count: int) -> None:
+def steps(engine: ps.Engine, count: int) -> None:
     train(engine, inputs(1, WIDTH, rows=4) * count)
 
 
@@ -122,7 +119,7 @@ def test_gradients_on_disk_are_read_for_an_update_on_the_host(tmp_path):
         engine.optimizer.step()
         results.append(engine.state_dict())
         engine.close()
-    assert_same_bits(*results, "parameters")
+    ps.testing.assert_same_bits(*results, "parameters")
 
 
 def test_a_gradient_is_assigned_after_the_deferred_update(tmp_path):
@@ -139,7 +136,7 @@ def test_a_gradient_is_assigned_after_the_deferred_update(tmp_path):
             engine.optimizer.step()
         results.append(engine.state_dict())
         engine.close()
-    assert_same_bits(*results, "parameters")
+    ps.testing.assert_same_bits(*results, "parameters")
 
 
 def test_without_looking_ahead_pages_are_read_when_they_are_waited_for(tmp_path):

@@ -12,12 +12,8 @@ from torch import nn
 from toys import Shape, batches, inputs, layers, mean_square, module, train
 
 import patrickstar as ps
-from patrickstar import testing
 from patrickstar._dry_run.precision_choice import warn_of_slow_precision
-from patrickstar._engine.engine import Engine
-from patrickstar.errors import BudgetError, ModelError, TrainingError
 from patrickstar.runtime import initialize_engine
-from patrickstar.testing import NoMeter
 
 WIDTH = 32
 IDS = torch.arange(6).reshape(2, 3)
@@ -30,9 +26,9 @@ words = module(  # an embedding far larger than what is looked up in it, and a s
 )
 
 
-def words_engine(device_memory: int) -> Engine:
+def words_engine(device_memory: int) -> ps.Engine:
     config = ps.Config(device="cpu", chunk_size=4096, device_memory=device_memory)
-    return Engine(words, config, meter=NoMeter())
+    return ps.Engine(words, config, meter=ps.testing.NoMeter())
 
 
 def test_an_embedding_that_has_to_move_is_looked_up_on_the_host():
@@ -58,14 +54,14 @@ def test_the_papers_entry_point_does_the_same():
 def test_meta_parameters_without_weights_are_refused_by_name():
     with torch.device("meta"):
         built = words()
-    with pytest.raises(ModelError, match=r"words\.weight.*meta"):
+    with pytest.raises(ps.errors.ModelError, match=r"words\.weight.*meta"):
         ps.initialize(built, ps.Config(device="cpu"))
 
 
 def test_backward_wants_a_scalar_that_depends_on_a_parameter():
     engine = words_engine(device_memory=1 << 24)
     for shape in ((3,), ()):
-        with pytest.raises(TrainingError, match=r"scalar loss.*requires_grad=False"):
+        with pytest.raises(ps.errors.TrainingError, match=r"scalar loss.*requires_grad=False"):
             engine.backward(torch.zeros(shape))
     engine.close()
 
@@ -78,7 +74,7 @@ def test_an_operator_out_of_memory_is_explained():
         return torch.addmm(weight, weight.new_empty(1 << 40, 1), weight.new_empty(1, 1 << 10))
 
     engine.module.forward = greedy.__get__(engine.module)
-    with pytest.raises(BudgetError, match=r"ran out of memory.*chunks.*budget is 16777216"):
+    with pytest.raises(ps.errors.BudgetError, match=r"ran out of memory.*chunks.*budget is 16777216"):
         engine(torch.arange(6))
     engine.close()
 
@@ -86,11 +82,11 @@ def test_an_operator_out_of_memory_is_explained():
 def test_before_a_step_was_measured_parameters_fit_in_the_warm_ups_share_of_the_device():
     """If they do, none has to leave, and the host keeps no copies of those that come up."""
     config = ps.Config(device="cpu", chunk_size=4096)
-    with Engine(partial(layers, 64, 10), config, meter=NoMeter()) as whole:
+    with ps.Engine(partial(layers, 64, 10), config, meter=ps.testing.NoMeter()) as whole:
         param16_bytes = whole.layout.param16_bytes
     for percent, keeps_duplicates in ((70, False), (90, True)):
         tight = config.model_copy(update={"device_memory": param16_bytes * 100 // percent})
-        with Engine(partial(layers, 64, 10), tight, meter=NoMeter()) as engine:
+        with ps.Engine(partial(layers, 64, 10), tight, meter=ps.testing.NoMeter()) as engine:
             assert engine.inspect().keeps_duplicates is keeps_duplicates
 
 
@@ -104,7 +100,7 @@ def test_engine_and_reference_have_the_same_precision(monkeypatch):
     """Also if a second measurement would end otherwise."""
     answers = iter([50e9, 60e9] + [60e9, 50e9] * 10)
     monkeypatch.setattr(rates.MEASURED, lambda *_: next(answers))
-    testing.assert_exact(Shape(("mlp", "attention")).build, batches(2), ps.Config(device="cpu"))
+    ps.testing.assert_exact(Shape(("mlp", "attention")).build, batches(2), ps.Config(device="cpu"))
     assert next(answers) == 60e9
 
 

@@ -4,14 +4,12 @@ import random
 
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
-from sampling import draws
+from sampling import drawn
 from seeded import compare, engine_of
 from toys import Shape, batches, train
 
-from patrickstar import testing
-from patrickstar._engine.engine import Engine
+import patrickstar as ps
 from patrickstar._kernels.cpp_backend import CppBackend
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.eager_backend import EagerBackend
@@ -19,16 +17,14 @@ from patrickstar._kernels.eager_backend import EagerBackend
 from .models import Waves, chunk_sizes, config, precisions, shapes, smallest_device_bytes
 
 
-@settings(max_examples=draws(25), deadline=None, print_blob=True)
-@given(shapes, chunk_sizes, precisions, st.integers(1, 3), st.sampled_from([None, 0.1]))
+@drawn(25, shapes, chunk_sizes, precisions, st.integers(1, 3), st.sampled_from([None, 0.1]))
 def test_everything_evicted_at_every_access(shape, chunk_size, precision, accumulation, max_norm):
     data = batches(4)
     options = config(precision, chunk_size)
-    testing.assert_exact(shape.build, data, options, accumulation=accumulation, max_norm=max_norm)
+    ps.testing.assert_exact(shape.build, data, options, accumulation=accumulation, max_norm=max_norm)
 
 
-@settings(max_examples=draws(25), deadline=None, print_blob=True)
-@given(shapes, chunk_sizes, precisions, st.integers(0, 16000), st.integers(0, 12000))
+@drawn(25, shapes, chunk_sizes, precisions, st.integers(0, 16000), st.integers(0, 12000))
 def test_any_device_budget(shape, chunk_size, precision, spare_bytes, wave_bytes):
     """Budgets from the minimum of the largest operator upwards, with varying non-model data."""
     least = smallest_device_bytes(shape, chunk_size, precision)
@@ -41,14 +37,14 @@ def test_a_wrong_bit_is_found():
     shape = Shape(("mlp",))
 
     def script(trainer, optimizer):
-        if isinstance(trainer, Engine):
+        if isinstance(trainer, ps.Engine):
             with torch.no_grad():
                 weight = trainer.module.head.weight
                 weight[0, 0] = torch.nextafter(weight[0, 0].detach().clone(), torch.tensor(9.0, dtype=weight.dtype))
         return []
 
     with pytest.raises(AssertionError, match=r"head\.weight"):
-        testing.compare(shape.build, config("bf16", 256), script)
+        ps.testing.compare(shape.build, config("bf16", 256), script)
 
 
 class RandomKernels(Kernels):
@@ -68,8 +64,7 @@ class RandomKernels(Kernels):
         return self.random.choice(self.implementations)
 
 
-@settings(max_examples=draws(25), deadline=None, print_blob=True)
-@given(shapes, chunk_sizes, precisions, st.integers(0, 1000))
+@drawn(25, shapes, chunk_sizes, precisions, st.integers(0, 1000))
 def test_every_chunk_updated_by_another_implementation(shape, chunk_size, precision, seed):
     hooks = {"kernels": RandomKernels(seed), "evict_everything": True}
     compare(shape.build, config(precision, chunk_size), lambda trainer: train(trainer, batches(4)), **hooks)

@@ -19,14 +19,11 @@ from torch.utils.data import DataLoader, Dataset
 from toys import train
 
 import patrickstar as ps
-from patrickstar import testing
 from patrickstar._checkpoint.direct_writer import DirectWriter
-from patrickstar._engine.engine import Engine
 from patrickstar._hardware import vm_pool as pages
 from patrickstar._hardware.vm_pool import SYSTEM_PAGE, PagePool, VMRange, can_move_pages
 from patrickstar._hardware.worker_pool import WorkerPool
 from patrickstar._tiers.host_arena import HostArena
-from patrickstar.errors import TrainingError
 
 from .models import config
 
@@ -136,11 +133,11 @@ def build() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 800), nn.Tanh(), nn.Linear(800, 3))
 
 
-def new_engine(**options: object) -> Engine:
+def new_engine(**options: object) -> ps.Engine:
     return engine_of(build, config("bf16", 4096, **options), evict_everything=True)
 
 
-def step(engine: Engine) -> float:
+def step(engine: ps.Engine) -> float:
     return train(engine, [(torch.ones(2, 6),)])[0].item()
 
 
@@ -162,7 +159,7 @@ def test_a_child_gets_an_error_if_it_uses_the_engine_and_none_if_it_drops_or_clo
     def use() -> None:
         weight = engine.module[0].weight
         for call in (lambda: engine(torch.ones(2, 6)), engine.state_dict, engine.optimizer.step, weight.norm):
-            with pytest.raises(TrainingError, match=rf"memory of process {os.getppid()}.*made by fork"):
+            with pytest.raises(ps.errors.TrainingError, match=rf"memory of process {os.getppid()}.*made by fork"):
                 call()
 
     for function in (lambda: None, use, drop, drop_the_model_too, lambda: engine.close()):
@@ -171,7 +168,7 @@ def test_a_child_gets_an_error_if_it_uses_the_engine_and_none_if_it_drops_or_clo
     assert engine.optimizer is not None
     expected = new_engine()
     assert losses == [step(expected) for _ in losses]
-    testing.assert_same_bits(expected.state_dict(), engine.state_dict(), "parameters")
+    ps.testing.assert_same_bits(expected.state_dict(), engine.state_dict(), "parameters")
 
 
 class Numbers(Dataset):
@@ -198,4 +195,4 @@ def test_data_loader_workers_do_not_change_results(room):
 
     budget = {"device_memory": "1MiB", "host_memory": "1MiB"} if room == "plenty" else {}
     options = ps.Config(device="cpu", chunk_size=4096, activation_offload=True, **budget)
-    testing.compare(build, options, script)
+    ps.testing.compare(build, options, script)

@@ -13,7 +13,6 @@ from torch.profiler import ProfilerActivity, profile
 from toys import layers
 
 import patrickstar as ps
-from patrickstar._engine.engine import Engine
 
 WIDTH = 64
 
@@ -24,11 +23,11 @@ def build() -> nn.Module:
     return model
 
 
-def engine_with(**options) -> Engine:
+def engine_with(**options) -> ps.Engine:
     return engine_of(build, ps.Config(device="cpu", chunk_size=8448, **options), page_bytes=4096)
 
 
-def backward(engine: Engine) -> None:
+def backward(engine: ps.Engine) -> None:
     engine.backward(engine(torch.ones(4, WIDTH)).float().pow(2).mean())
 
 
@@ -118,7 +117,7 @@ def test_a_disk_updates_from_it_and_a_closed_engine(tmp_path):
     assert state.disk.nbytes == state.disk.used_bytes == 0
 
 
-def engine_of_layers() -> Engine:
+def engine_of_layers() -> ps.Engine:
     """Return an engine over four layers that evicts whatever it may at every access."""
     config = ps.Config(device="cpu", precision="fp32", chunk_size=1024, optimizer=ps.AdamW(lr=1e-3))
     return engine_of(partial(layers, 16, 4), config, evict_everything=True)

@@ -9,22 +9,20 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from toys import Shape, batches, train
 
-from patrickstar._engine.engine import Engine
+import patrickstar as ps
 from patrickstar._params import residency
 from patrickstar._params.tensor_subclass import ChunkParameter
-from patrickstar.errors import TrainingError
-from patrickstar.testing import assert_same_bits
 
 from .models import config
 
 SHAPE = Shape(("mlp", "attention", "plain"), tied=True, frozen_norms=True, checkpointing=True)
 
 
-def make(**options) -> Engine:
+def make(**options) -> ps.Engine:
     return engine_of(SHAPE.build, config("bf16", 256), **options)
 
 
-def assert_at_rest(engine: Engine) -> None:
+def assert_at_rest(engine: ps.Engine) -> None:
     state = engine.inspect()
     assert all(chunk.pins == 0 for chunk in state.chunks)
     assert all(param.uses == 0 and param.state == "HOLD" for param in state.parameters)
@@ -55,7 +53,7 @@ def test_the_trace_of_forwards_that_no_backward_follows_is_bounded(monkeypatch):
     for trained in (make(), engine):
         torch.manual_seed(1)
         losses.append(train(trained, batches(2)))
-    assert_same_bits(*losses, "losses")
+    ps.testing.assert_same_bits(*losses, "losses")
 
 
 def count_tensors() -> int:
@@ -75,7 +73,7 @@ def test_close_leaves_a_plain_model_without_hooks():
     for name, value in module.state_dict().items():
         assert torch.equal(value, state[name]), name
     module.float()(batches(1)[0][0]).backward()
-    with pytest.raises(TrainingError, match="closed"):
+    with pytest.raises(ps.errors.TrainingError, match="closed"):
         engine(batches(1)[0][0])
     engine.close()
 

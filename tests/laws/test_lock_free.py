@@ -20,7 +20,6 @@ from speculation_cases import DELAYED_EVENTS, PARAM16_BYTES, build, loop, step
 from toys import train
 
 import patrickstar as ps
-from patrickstar import testing
 
 from .test_late_copies import some_are_slow
 from .tiers import Room, blocks, inputs, options, small_engine
@@ -57,7 +56,7 @@ def test_with_a_staleness_of_one_the_bits_are_those_of_a_delayed_update(monkeypa
     delayed = reference_of(blocks, options(update=ps.Delayed(after=1)))
     with small_engine(blocks, config) as engine:
         for batch in inputs(STEPS):
-            testing.assert_same_bits(train(delayed, [batch]), train(engine, [batch]), "loss")
+            ps.testing.assert_same_bits(train(delayed, [batch]), train(engine, [batch]), "loss")
         assert engine.stats.last.staleness == 1, "some states are in memory"
 
 
@@ -66,7 +65,7 @@ def test_states_in_memory_are_updated_in_the_step_on_a_cpu(tmp_path):
     config = config_of(ps.LockFree(after=1), **IN_MEMORY)
     exact = reference_of(build, config.model_copy(update={"update": None}))
     with engine_with(config) as engine:
-        testing.assert_same_bits(USUAL(exact), USUAL(engine), "results")
+        ps.testing.assert_same_bits(USUAL(exact), USUAL(engine), "results")
         assert engine.stats.total.peak_staleness == 0
 
 

@@ -9,14 +9,12 @@ import pytest
 import speculation_cases as cases
 import torch
 from lock_free_cases import HOST_BYTES, config_of, engine_with, replaying
-from probes import optimizer_step_of
+from probes import fail_at, optimizer_step_of
 from seeded import assert_same_model, reference_of
 from speculation_cases import backward
 from toys import train
 
 import patrickstar as ps
-from patrickstar import testing
-from patrickstar._engine.engine import Engine
 from patrickstar._step.disk_optimizer_step import DiskOptimizerStep
 from patrickstar.errors import ConfigError, DiskError, MoveError, TrainingError
 
@@ -50,7 +48,7 @@ def possible_states(log, steps):
         file.write(json.dumps({"step": steps + 1, "updates": []}) + "\n")
     for completes in (False, True):
         update = UPDATE.model_copy(update={"replay": log})
-        trainer = reference_of(blocks, options(update=update), testing.LockFreeOptimizer)
+        trainer = reference_of(blocks, options(update=update), ps.testing.LockFreeOptimizer)
         batches = inputs(steps + 1)
         train(trainer, batches[:steps])
         if completes:
@@ -100,7 +98,7 @@ def test_threads_that_die(engine, folders, kill):
 
 def trained(
     folder: Path, first: int, last: int, saves: bool = False, *, replay: Path | None = None, disk: Path | None = None
-) -> Engine:
+) -> ps.Engine:
     """Train from step `first` to `last`, from a checkpoint of the step before if there is one; print each step."""
     update = ps.LockFree(after=2, log=None if replay else folder / "log", replay=replay)
     engine = engine_with(config_of(update, host_memory=HOST_BYTES, disk=ps.Disk(disk or folder)))
@@ -114,8 +112,8 @@ def test_a_killed_run_goes_on_and_its_log_with_it(tmp_path):
         state, optimizer = resumed.state_dict(), resumed.optimizer.state_dict()
     assert (tmp_path / "log").read_text().count('"format"') == 2
     with trained(tmp_path, saved + 1, saved + 4, replay=tmp_path / "log") as found:
-        testing.assert_same_bits(state, found.state_dict(), "replayed")
-        testing._assert_same_states(optimizer, found.optimizer.state_dict())
+        ps.testing.assert_same_bits(state, found.state_dict(), "replayed")
+        ps.testing._assert_same_states(optimizer, found.optimizer.state_dict())
 
 
 def test_a_checkpoint_holds_all_gradients_and_goes_on_in_any_mode(tmp_path, monkeypatch):
@@ -126,7 +124,7 @@ def test_a_checkpoint_holds_all_gradients_and_goes_on_in_any_mode(tmp_path, monk
         with engine_with(config_of(None, host_memory="4MiB")) as exact:
             exact.load(tmp_path / "step 5")
             assert_same_model(engine, exact)
-            testing.assert_same_bits([backward(exact, 9)], [backward(engine, 9)], "loss after a save")
+            ps.testing.assert_same_bits([backward(exact, 9)], [backward(engine, 9)], "loss after a save")
 
 
 def test_a_replay_of_another_course_is_refused(tmp_path, monkeypatch):
@@ -187,7 +185,7 @@ def test_a_run_that_was_resumed_with_other_chunks_is_replayed_in_part(tmp_path):
         with engine_with(each) as engine:
             engine.load(tmp_path / "step 4")
             results.append([cases.step(engine, 5), *engine.state_dict().values()])
-    testing.assert_same_bits(*results, "replay")
+    ps.testing.assert_same_bits(*results, "replay")
     with pytest.raises(ConfigError, match=r"of other chunks.*step 5 can't be replayed"):
         trained(tmp_path / "none", 1, 6, replay=tmp_path / "log", disk=tmp_path)
 
@@ -214,25 +212,15 @@ def test_a_step_that_was_interrupted_goes_on_where_it_stopped(monkeypatch):
         engine_with(config_of(ps.LockFree(after=1), host_memory="4MiB")) as engine,
         engine_with(config_of(None, host_memory="4MiB")) as exact,
     ):
-        lock_free, count = optimizer_step_of(engine).lock_free, 0
-        accept = lock_free.accept
-
-        def interrupted(*args):
-            nonlocal count
-            count += 1
-            if count == 5:
-                raise KeyboardInterrupt
-            accept(*args)
-
-        monkeypatch.setattr(lock_free, "accept", interrupted)
+        calls = fail_at(monkeypatch, optimizer_step_of(engine).lock_free, "accept", 5, KeyboardInterrupt())
         for number in range(4):
-            testing.assert_same_bits([backward(exact, number)], [backward(engine, number)], f"loss {number}")
+            ps.testing.assert_same_bits([backward(exact, number)], [backward(engine, number)], f"loss {number}")
             exact.optimizer.step()
             try:
                 engine.optimizer.step()
             except KeyboardInterrupt:
                 engine.optimizer.step()
-        assert count > 5 and optimizer_step_of(engine).steps == 4
+        assert len(calls) > 5 and optimizer_step_of(engine).steps == 4
 
 
 def test_the_engine_of_a_folder_is_the_model_of_its_masters(engine):

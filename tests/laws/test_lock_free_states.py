@@ -15,8 +15,6 @@ from torch import nn
 from toys import module
 
 import patrickstar as ps
-from patrickstar import testing
-from patrickstar._engine.engine import Engine
 from patrickstar._step.disk_optimizer_step import DiskOptimizerStep
 from patrickstar._step.gradient_buffer import GradientBuffer
 from patrickstar._step.lock_free_update import LockFreeUpdates
@@ -66,8 +64,8 @@ def test_a_checkpoint_of_an_earlier_step_goes_on_as_in_a_new_engine(no_progress,
     with replayed(config) as again:
         again.load(tmp_path / "saved")
         again.optimizer.param_groups[0]["lr"] = 0.5
-        testing.assert_same_bits(losses, steps(again, range(3, 9)), "losses")
-        testing.assert_same_bits(state, again.state_dict(), "parameters")
+        ps.testing.assert_same_bits(losses, steps(again, range(3, 9)), "losses")
+        ps.testing.assert_same_bits(state, again.state_dict(), "parameters")
 
 
 half_used = module(lambda m, x: m.used(x), unused=lambda: nn.Linear(8, 8), used=cases.build)
@@ -123,7 +121,7 @@ def test_states_are_read_in_the_replay_as_in_the_run(no_progress, tmp_path):
         for number in range(STEPS):
             step(engine, number)
             if number % 3 == 1:
-                testing.assert_same_bits(states.pop(0), engine.state_dict(), f"state after {number}")
+                ps.testing.assert_same_bits(states.pop(0), engine.state_dict(), f"state after {number}")
     with replayed(config, disk=config.disk) as engine, pytest.raises(TrainingError, match="reads of states"):
         for number in range(STEPS):
             step(engine, number)
@@ -170,7 +168,7 @@ def test_a_step_that_is_interrupted(line, then, no_progress, monkeypatch, tmp_pa
         found = train(engine)
     if then != "drop":
         with replayed(config) as engine:
-            testing.assert_same_bits(found, train(engine), "replay")
+            ps.testing.assert_same_bits(found, train(engine), "replay")
 
 
 def interrupt(monkeypatch, name, when):
@@ -257,7 +255,7 @@ def test_a_load_and_a_flush_leave_the_log_right(then, no_progress, tmp_path):
                 engine.save(tmp_path / "saved")
         found = go_on(engine)
     with replayed(config) as engine:
-        testing.assert_same_bits(found, go_on(engine), "replay")
+        ps.testing.assert_same_bits(found, go_on(engine), "replay")
 
 
 @pytest.mark.parametrize("after_step", range(1, STEPS - 2))
@@ -289,7 +287,7 @@ def test_sums_follow_memory_that_reading_a_gradient_moves(monkeypatch, tmp_path)
         found = [*first, *steps(engine, range(2, STEPS)), *engine.state_dict().values()]
     monkeypatch.undo()
     reference = reference_with(config, config.update.log)
-    testing.assert_same_bits([*steps(reference), *reference.state_dict().values()], found, "reference")
+    ps.testing.assert_same_bits([*steps(reference), *reference.state_dict().values()], found, "reference")
 
 
 def test_parameters_that_are_unfrozen_are_in_the_log(no_progress, tmp_path):
@@ -298,14 +296,14 @@ def test_parameters_that_are_unfrozen_are_in_the_log(no_progress, tmp_path):
     def train(trainer):
         losses = steps(trainer, range(4))
         next(trainer.module.parameters()).requires_grad_(True)
-        if not isinstance(trainer, Engine):
+        if not isinstance(trainer, ps.Engine):
             trainer.optimizer.flush()
         return [*losses, *steps(trainer, range(4, STEPS)), *trainer.state_dict().values()]
 
     with engine_of(partly_frozen, config, page_bytes=8192) as engine:
         found = train(engine)
     reference = reference_with(config, config.update.log, partly_frozen)
-    testing.assert_same_bits(train(reference), found, "reference")
+    ps.testing.assert_same_bits(train(reference), found, "reference")
 
 
 def test_options_and_budgets_that_are_refused_before_training(tmp_path):

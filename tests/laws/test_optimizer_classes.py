@@ -7,8 +7,6 @@ import torch
 from toys import mean_square
 
 import patrickstar as ps
-from patrickstar import testing
-from patrickstar.errors import ConfigError
 
 from . import group_optimizers
 from .group_optimizers import KINDS, WIDTH, Branches, DecaysAll, DrawsWhenCreated, GlobalScale, batch, config_of, train
@@ -131,20 +129,20 @@ def by_name(kind):
 @pytest.mark.parametrize("kind", EXACT + TOGETHER + KINDS, ids=by_name)
 def test_a_class_that_counts_in_its_group_or_couples_parameters_trains_exactly(kind, precision):
     """Every chunk is evicted at each access; gradients are missing, a bias is frozen, groups differ."""
-    testing.compare(Branches, config_of(kind, precision), train)
+    ps.testing.compare(Branches, config_of(kind, precision), train)
 
 
 @pytest.mark.parametrize("where", ["delayed", "disk", "in backward"])
 def test_counts_are_those_of_the_step_wherever_and_whenever_its_update_runs(where, tmp_path):
     disk = {"disk": ps.Disk(tmp_path, capacity="1MiB"), "host_memory": "64KiB"}
     config = config_of(CountsInGroup, **{"delayed": {"update": ps.Delayed()}, "disk": disk}.get(where, {}))
-    testing.compare(Branches, config, partial(train, update=where == "in backward"))
+    ps.testing.compare(Branches, config, partial(train, update=where == "in backward"))
 
 
 @pytest.mark.parametrize("kind", REFUSED, ids=by_name)
 def test_a_class_that_changes_more_than_its_parameters_is_refused_by_name(kind):
     """Also if it runs on the whole group, which would differ, too."""
-    with pytest.raises(ConfigError, match=f"{kind.__name__}.*{kind.words}") as caught:
+    with pytest.raises(ps.errors.ConfigError, match=f"{kind.__name__}.*{kind.words}") as caught:
         ps.Config(optimizer=kind)
     assert "\n" not in str(caught.value) and "ps.AdamW" in str(caught.value)
 
@@ -157,13 +155,13 @@ def test_a_resumed_run_has_the_counts_and_bits_of_an_uninterrupted_one(kind, fil
         return train(engine, engine.optimizer, range(first, last))
 
     torch.manual_seed(0)
-    whole = testing.stressed(Branches, config_of(kind))
+    whole = ps.testing.stressed(Branches, config_of(kind))
     run(whole, 0, SAVED_AFTER)
     if file:
         whole.save(tmp_path / "saved")
     saved, generator = (whole.state_dict(), whole.optimizer.state_dict()), torch.get_rng_state()
     expected = run(whole, SAVED_AFTER, STEPS)
-    resumed = testing.stressed(Branches, config_of(kind))
+    resumed = ps.testing.stressed(Branches, config_of(kind))
     run(resumed, 0, 2)  # with values of its own, which are replaced
     if file:
         resumed.load(tmp_path / "saved")
@@ -171,20 +169,20 @@ def test_a_resumed_run_has_the_counts_and_bits_of_an_uninterrupted_one(kind, fil
         resumed.load_state_dict(saved[0])
         resumed.optimizer.load_state_dict(saved[1])
         torch.set_rng_state(generator)
-    testing.assert_same_bits(expected, run(resumed, SAVED_AFTER, STEPS), "losses and options of groups")
-    testing.assert_same_bits(whole.state_dict(), resumed.state_dict(), "parameters")
+    ps.testing.assert_same_bits(expected, run(resumed, SAVED_AFTER, STEPS), "losses and options of groups")
+    ps.testing.assert_same_bits(whole.state_dict(), resumed.state_dict(), "parameters")
     whole.close()
     resumed.close()
 
 
 @pytest.mark.parametrize("kind", [CountsInGroup, GlobalScale], ids=by_name)
 def test_a_skipped_step_changes_and_counts_nothing(kind):
-    engine = testing.stressed(Branches, config_of(kind, "fp16"))
+    engine = ps.testing.stressed(Branches, config_of(kind, "fp16"))
     before = engine.state_dict()
     engine.backward(mean_square(engine(batch(0))) * 1e9)
     engine.optimizer.step()
     assert "step" not in engine.optimizer.param_groups[0]
-    testing.assert_same_bits(before, engine.state_dict(), "parameters")
+    ps.testing.assert_same_bits(before, engine.state_dict(), "parameters")
     engine.close()
 
 
@@ -199,7 +197,7 @@ def test_a_group_that_a_parameter_changes_in_another_way_later_ends_training_by_
 
     model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH))
     engine, optimizer = ps.initialize(model, ps.Config(device="cpu", precision="fp32", optimizer=Switches))
-    with pytest.raises(ConfigError, match=r"Switches.*lr"):
+    with pytest.raises(ps.errors.ConfigError, match=r"Switches.*lr"):
         for step in range(62):
             engine.backward(mean_square(engine(batch(step))))
             optimizer.step()
@@ -222,8 +220,8 @@ class Modes(CountsInGroup):
 
 
 def test_a_class_with_modes_trains_and_its_evaluation_is_refused_by_name():
-    testing.compare(Branches, config_of(Modes), train)
+    ps.testing.compare(Branches, config_of(Modes), train)
     engine, optimizer = ps.initialize(Branches, config_of(Modes))
-    with pytest.raises(ConfigError, match=r"Modes\.eval"):
+    with pytest.raises(ps.errors.ConfigError, match=r"Modes\.eval"):
         optimizer.eval()
     engine.close()

@@ -4,17 +4,14 @@ import functools
 
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
-from sampling import draws
+from sampling import drawn
 from seeded import engine_of
 from toys import layers, mean_square, train
 
 import patrickstar as ps
-from patrickstar import testing
 from patrickstar._kernels.adam_8bit import SQUARE_OFFSET, SQUARE_SHIFT, SQUARE_WORD, square_of, to_codes
 from patrickstar.errors import ConfigError, ModelError, TrainingError
-from patrickstar.testing import assert_same_bits
 
 from .models import precisions
 from .tiers import Room, blocks, chunk_sizes, compare, inputs, many_blocks, on_disk, options, rooms
@@ -25,8 +22,7 @@ SCHEDULE_FREE = ps.ScheduleFreeAdamW(**OPTIONS)
 LOOPS = [{}, {"max_norm": 0.1}, {"accumulation": 2}]
 
 
-@settings(max_examples=draws(20), deadline=None, print_blob=True)
-@given(st.sampled_from([EIGHT_BIT, SCHEDULE_FREE]), precisions, chunk_sizes, rooms, st.sampled_from(LOOPS))
+@drawn(20, st.sampled_from([EIGHT_BIT, SCHEDULE_FREE]), precisions, chunk_sizes, rooms, st.sampled_from(LOOPS))
 def test_states_on_any_tier(tmp_path_factory, optimizer, precision, chunk_size, room, loop):
     config = options(precision, chunk_size, optimizer=optimizer)
     config = on_disk(many_blocks, config, tmp_path_factory.mktemp("swap"), inputs(1)[0], room)
@@ -35,7 +31,7 @@ def test_states_on_any_tier(tmp_path_factory, optimizer, precision, chunk_size, 
 
 def test_muon_takes_it_for_the_other_parameters():
     config = options("bf16", 9000, optimizer=ps.Muon(lr=1e-2, adamw=EIGHT_BIT))
-    testing.compare(blocks, config, lambda trainer, optimizer: train(trainer, inputs(3)))
+    ps.testing.compare(blocks, config, lambda trainer, optimizer: train(trainer, inputs(3)))
 
 
 @pytest.mark.parametrize("update", [ps.Delayed(after=2), None], ids=["delayed", "in the step"])
@@ -49,7 +45,7 @@ def test_other_updates(tmp_path, update, optimizer):
 def test_states_are_loaded_as_they_are_and_not_from_adamw():
     states = {}
     for name, optimizer in {"AdamW": ps.AdamW(), "8 bits": EIGHT_BIT}.items():
-        engine = testing.stressed(blocks, options("bf16", 9000, optimizer=optimizer))
+        engine = ps.testing.stressed(blocks, options("bf16", 9000, optimizer=optimizer))
         train(engine, inputs(4))
         states[name] = engine.optimizer.state_dict()
     engine, optimizer = ps.initialize(blocks, options("bf16", 9000, optimizer=EIGHT_BIT))
@@ -59,11 +55,10 @@ def test_states_are_loaded_as_they_are_and_not_from_adamw():
     optimizer.load_state_dict(states["8 bits"])
     for position, state in optimizer.state_dict()["state"].items():
         assert state["exp_avg_8bit"].dtype == torch.uint8
-        assert_same_bits(states["8 bits"]["state"][position], state, "states")
+        ps.testing.assert_same_bits(states["8 bits"]["state"][position], state, "states")
 
 
-@settings(max_examples=draws(50), deadline=None)
-@given(st.floats(2.0**-60, 2.0**12), st.integers(0, 1 << 30))
+@drawn(50, st.floats(2.0**-60, 2.0**12), st.integers(0, 1 << 30))
 def test_rounding_has_the_exact_mean(value, seed):
     generator = torch.Generator().manual_seed(seed)
     random = torch.randint(1 << SQUARE_SHIFT, (20_000,), dtype=torch.int32, generator=generator)
@@ -151,7 +146,7 @@ def test_a_changed_learning_rate_weights_later_steps():
         optimizer.param_groups[0]["lr"] = 3e-2
         return losses + train(trainer, inputs(6)[3:])
 
-    testing.compare(blocks, options("bf16", 9000, optimizer=SCHEDULE_FREE), script)
+    ps.testing.compare(blocks, options("bf16", 9000, optimizer=SCHEDULE_FREE), script)
 
 
 TIERS = {
@@ -188,13 +183,13 @@ def test_the_average_is_that_of_plain_pytorch(tier, inner, decay, tmp_path):
                     plain[name] = value - (value - plain[name]).mul_(decay)
         before = engine.state_dict()
         with engine.averaged():
-            assert_same_bits(plain, engine.state_dict(), "averages")
+            ps.testing.assert_same_bits(plain, engine.state_dict(), "averages")
             output = engine(torch.ones(2, 32))
             with pytest.raises(TrainingError, match=r"a step is not possible inside engine\.averaged"):
                 engine.optimizer.step()
             with pytest.raises(TrainingError, match=r"a checkpoint is not possible"):
                 engine.save(tmp_path / "checkpoint")
-        assert_same_bits(before, engine.state_dict(), "parameters after the evaluation")
+        ps.testing.assert_same_bits(before, engine.state_dict(), "parameters after the evaluation")
         assert not torch.equal(output, engine(torch.ones(2, 32)))
 
 
@@ -211,9 +206,9 @@ def test_checkpoints_hold_the_average(tmp_path):
         train(engine, BATCHES[2:])
         with engine.averaged():
             states.append(engine.state_dict())
-        assert_same_bits(dict(engine.module.state_dict()), engine.state_dict(), "parameters")
+        ps.testing.assert_same_bits(dict(engine.module.state_dict()), engine.state_dict(), "parameters")
         assert all("ema" in engine.optimizer.state[param] for param in engine.parameters())
-    assert_same_bits(*states, "averages of the resumed run")
+    ps.testing.assert_same_bits(*states, "averages of the resumed run")
 
 
 def test_it_counts_as_four_bytes_per_parameter(tmp_path):

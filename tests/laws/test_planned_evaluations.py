@@ -13,7 +13,6 @@ from toys import train
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import patrickstar as ps
-from patrickstar.testing import NoMeter, assert_same_bits
 
 from .tiers import blocks, inputs, small_engine
 
@@ -58,10 +57,10 @@ def record_passes(engine: ps.Engine, module: nn.Module) -> list[int]:
 def test_a_token_moves_what_exceeds_the_budget_and_one_of_a_copied_model_nothing(tmp_path):
     """The budget holds some chunks for good, and those of two operators: one that runs, and the next."""
     expected = generated(gpt2())
-    with ps.Engine(gpt2, config(tmp_path), meter=NoMeter()) as engine:
+    with ps.Engine(gpt2, config(tmp_path), meter=ps.testing.NoMeter()) as engine:
         passes = record_passes(engine, engine.module)
-        assert_same_bits(expected, generated(engine.module), "tokens")
-        assert_same_bits(expected, generated(engine.module), "tokens of the second generation")
+        ps.testing.assert_same_bits(expected, generated(engine.module), "tokens")
+        ps.testing.assert_same_bits(expected, generated(engine.module), "tokens of the second generation")
         chunks = manager_of(engine).param16.values()
         lacking = sum(chunk.nbytes for chunk in chunks) - 12 * CHUNK_BYTES
         assert lacking > 8 * CHUNK_BYTES, "the model exceeds the budget"
@@ -71,7 +70,7 @@ def test_a_token_moves_what_exceeds_the_budget_and_one_of_a_copied_model_nothing
         together = max(sum(sizes[index] for index in moment.chunks) for moment in moments)
         assert max(passes[-TOKENS + 2 :]) <= lacking + 2 * together + largest
         copied, moved = copy.deepcopy(engine.module), manager_of(engine).counters.h2d_bytes
-        assert_same_bits(expected, generated(copied), "tokens of a copy of the model")
+        ps.testing.assert_same_bits(expected, generated(copied), "tokens of a copy of the model")
         assert manager_of(engine).counters.h2d_bytes == moved, "copies generate alone"
 
 
@@ -100,7 +99,7 @@ def test_generation_between_steps_changes_no_bit(tmp_path, build: Callable[[], n
         folder.mkdir()
         with engine_of(build, config(folder, optimizer=ps.AdamW(lr=1e-3))) as engine:
             found.append(run(engine, generates))
-    assert_same_bits(*found, "losses and parameters")
+    ps.testing.assert_same_bits(*found, "losses and parameters")
 
 
 def test_evaluations_are_planned_from_the_second_on(tmp_path):
@@ -108,13 +107,13 @@ def test_evaluations_are_planned_from_the_second_on(tmp_path):
     with small_engine(lambda: copy.deepcopy(plain), config(tmp_path, device_memory=80_000, chunk_size=9000)) as engine:
         for batch in inputs(4):
             with torch.no_grad():
-                assert_same_bits(plain(*batch), engine(*batch), "outputs")
+                ps.testing.assert_same_bits(plain(*batch), engine(*batch), "outputs")
         assert manager_of(engine).counters.h2d_bytes > 0
         train(engine, inputs(1))
 
 
 def test_a_failed_forward_ends_its_evaluation(tmp_path):
-    with ps.Engine(gpt2, config(tmp_path), meter=NoMeter()) as engine:
+    with ps.Engine(gpt2, config(tmp_path), meter=ps.testing.NoMeter()) as engine:
         expected = generated(engine.module)
         block = engine.module.transformer.h[3]
         failing = block.register_forward_pre_hook(lambda *args: 1 / 0)
@@ -123,7 +122,7 @@ def test_a_failed_forward_ends_its_evaluation(tmp_path):
                 generated(engine.module)
         failing.remove()
         for _ in range(3):
-            assert_same_bits(expected, generated(engine.module), "tokens after the failure")
+            ps.testing.assert_same_bits(expected, generated(engine.module), "tokens after the failure")
         ids = torch.randint(1, 256, (2, 16))
         engine.backward(engine(input_ids=ids, labels=ids).loss)
         engine.optimizer.step()

@@ -14,12 +14,10 @@ import torch
 from probes import manager_of
 from sampling import draws
 from torch import nn
-from toys import Shape, batches, inputs, layers, train
+from toys import Shape, batches, inputs, layers, module, train
 
 import patrickstar as ps
 from patrickstar._chunks.chunk_manager import ChunkManager
-from patrickstar._engine.engine import Engine
-from patrickstar.errors import PatrickStarError
 from patrickstar.testing import NoMeter, assert_same_bits
 
 from .models import config
@@ -43,10 +41,10 @@ def with_disk(directory):
 
 
 BUILDS = {
-    "in memory": lambda _: Engine(SHAPE.build, config("bf16", 256), meter=NoMeter()),
-    "evicting": lambda _: Engine(SHAPE.build, config("fp16", 256), meter=NoMeter(), evict_everything=True),
+    "in memory": lambda _: ps.Engine(SHAPE.build, config("bf16", 256), meter=NoMeter()),
+    "evicting": lambda _: ps.Engine(SHAPE.build, config("fp16", 256), meter=NoMeter(), evict_everything=True),
     "with a disk": with_disk,
-    "offloading": lambda _: Engine(SHAPE.build, config("bf16", 256, activation_offload=True), meter=NoMeter()),
+    "offloading": lambda _: ps.Engine(SHAPE.build, config("bf16", 256, activation_offload=True), meter=NoMeter()),
 }
 
 
@@ -108,20 +106,17 @@ def test_everything_goes_back(build, use, ending, tmp_path):
     check_nothing_is_left(parts, files)
 
 
-class Failing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = SHAPE.build(), SHAPE.build()
-        raise ValueError("no model today")
+def failing():
+    model = nn.ModuleList([SHAPE.build(), SHAPE.build()])
+    raise ValueError(f"no model today, after {len(model)}")
 
 
-class Complex(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.weight = SHAPE.build(), nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+with_complex_weight = module(
+    lambda m: None, first=SHAPE.build, weight=lambda: nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+)
 
 
-@pytest.mark.parametrize("model", [Failing, Complex, SHAPE.build], ids=["model", "parameter", "memory"])
+@pytest.mark.parametrize("model", [failing, with_complex_weight, SHAPE.build], ids=["model", "parameter", "memory"])
 def test_everything_goes_back_after_a_failing_initialize(model, tmp_path, monkeypatch):
     managers = []
     made = ChunkManager.__init__
@@ -137,7 +132,7 @@ def test_everything_goes_back_after_a_failing_initialize(model, tmp_path, monkey
     if model == SHAPE.build:
         monkeypatch.setattr("patrickstar._engine.core.BackgroundSave", no_memory)
     files = open_files()
-    with pytest.raises((ValueError, PatrickStarError, torch.OutOfMemoryError)) as raised:
+    with pytest.raises((ValueError, ps.errors.PatrickStarError, torch.OutOfMemoryError)) as raised:
         ps.initialize(model, config("bf16", 256))
     del raised
     assert managers or model != SHAPE.build

@@ -4,18 +4,15 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
-from sampling import draws
+from sampling import drawn
 from seeded import compared, reference_of
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from toys import batches, inputs, layers, mean_square, module, train
 
-from patrickstar import testing
+import patrickstar as ps
 from patrickstar._autograd import windows
-from patrickstar._engine.engine import Engine
 
 from . import tiers
 from .models import Fixed, config, precisions, shapes
@@ -25,8 +22,7 @@ two_layers, three_layers, four_layers = (partial(layers, 8, count) for count in 
 small_linear = partial(nn.Linear, 8, 8)
 
 
-@settings(max_examples=draws(40), deadline=None, print_blob=True)
-@given(shapes, precisions, st.integers(1, 3), st.sampled_from([None, 0.1]), st.booleans())
+@drawn(40, shapes, precisions, st.integers(1, 3), st.sampled_from([None, 0.1]), st.booleans())
 def test_results_are_those_of_plain_pytorch(shape, precision, accumulation, max_norm, update):
     update = update and precision != "fp16" and max_norm is None
     options = config(precision, 256, device_memory=PLENTY)
@@ -99,7 +95,7 @@ def clips_in_place(m, x):
         m.layers[1].weight.clamp_(-0.2, 0.2)
     if m.view is None:
         m.view = m.layers[2].weight.detach()[:4]
-    return F.linear(m.layers(x), m.view).sum(1)
+    return nn.functional.linear(m.layers(x), m.view).sum(1)
 
 
 def changes(m, x):
@@ -121,7 +117,7 @@ def detaches_late(m, x):
     """From the fifth call on, read a trained weight without its gradient: autograd saves a view of it."""
     hidden = m.first(x)
     if m.calls > 4:
-        hidden = F.linear(hidden, m.second.weight.detach())
+        hidden = nn.functional.linear(hidden, m.second.weight.detach())
     return m.second(hidden)
 
 
@@ -162,7 +158,7 @@ def own_backward(trainer):
     """Run backward without the engine."""
     for (x,) in inputs(6, 8):
         loss = mean_square(trainer(x))
-        loss.backward() if isinstance(trainer, Engine) else trainer.backward(loss)
+        loss.backward() if isinstance(trainer, ps.Engine) else trainer.backward(loss)
         trainer.optimizer.step()
     return []
 
@@ -191,7 +187,7 @@ def test_assignments_within_a_resident_forward(forward, accumulation):
         engine = engine_of(module(forward, layers=three_layers), **more)
         train(engine, inputs(8, 8), accumulation=accumulation)
         states.append(engine.state_dict())
-    testing.assert_same_bits(*states, "parameters")
+    ps.testing.assert_same_bits(*states, "parameters")
 
 
 def test_a_graph_kept_beyond_the_step_raises_and_reads_no_freed_memory():
@@ -247,8 +243,8 @@ def in_place_on_outputs(m, x):
     """Change outputs of operators in place: those that are views get another node in the graph."""
     weight = m.layers[0][0].weight
     hidden = torch.einsum("bi,oi->ob", x, weight).mul_(2.0).t()
-    hidden = hidden + F.bilinear(x, x, m.core).add_(1.0)
-    hidden = F.linear(hidden, weight).tanh_()
+    hidden = hidden + nn.functional.bilinear(x, x, m.core).add_(1.0)
+    hidden = nn.functional.linear(hidden, weight).tanh_()
     hidden = hidden + torch.tensordot(hidden, weight, dims=([1], [1]))[:, :8].relu_()
     hidden = hidden + m.lstm(hidden)[0] * 0.5 + m.attention(hidden, hidden, hidden)[0].sigmoid_()
     return m.layers(hidden)

@@ -9,7 +9,6 @@ from seeded import engine_of
 from speculation_cases import EVENTS, build, clip_nothing, compare, loop, run
 
 import patrickstar as ps
-from patrickstar._engine.engine import Engine
 from patrickstar._step.disk_speculation import DiskSpeculation
 from patrickstar._step.staging_pool import PageSet
 
@@ -55,7 +54,7 @@ def test_a_disk_without_room_for_spare_pages_is_no_error(tmp_path, caplog, fast_
     assert len(said) == 1
 
 
-def trained(folder: Path, first: int, last: int, saves: bool = False) -> Engine:
+def trained(folder: Path, first: int, last: int, saves: bool = False) -> ps.Engine:
     """Train, waiting for reads from disk if steps are saved."""
     if saves:
         PageSet.ready, DiskSpeculation.end_step = property(wait_for_reads), new_end_step

@@ -10,10 +10,8 @@ from probes import wait_until_another_waits
 from seeded import engine_of, reference_of
 from toys import inputs, layers, mean_square, train
 
-from patrickstar import testing
+import patrickstar as ps
 from patrickstar._autograd import engine_lock
-from patrickstar._engine.engine import Engine
-from patrickstar.errors import TrainingError
 
 from .models import config
 
@@ -27,21 +25,21 @@ def build():
     return layers(WIDTH, 4, torch.nn.Tanh)
 
 
-def new_engine(device: str = "cpu") -> Engine:
+def new_engine(device: str = "cpu") -> ps.Engine:
     return engine_of(build, OPTIONS.model_copy(update={"device": device}), evict_everything=True)
 
 
-def gradients(engine: Engine) -> dict[str, torch.Tensor]:
+def gradients(engine: ps.Engine) -> dict[str, torch.Tensor]:
     """Return the gradients that exist; a step may use one between two calls."""
     found = {}
     for name, param in engine.module.named_parameters():
-        with suppress(TrainingError):
+        with suppress(ps.errors.TrainingError):
             if (grad := param.grad) is not None:
                 found[name] = grad.clone()
     return found
 
 
-def visible(engine: Engine) -> dict[str, torch.Tensor]:
+def visible(engine: ps.Engine) -> dict[str, torch.Tensor]:
     """Return all that a logger or an evaluation sees of an engine."""
     module, state = engine.module, engine.optimizer.state
     params, entries = dict(module.named_parameters()), module.state_dict()
@@ -92,7 +90,7 @@ def train_beside_a_reader(device: str) -> None:
     for values_seen in reading.result():
         for name, value in values_seen.items():
             assert any(name in whole and torch.equal(value, whole[name]) for whole in allowed), f"{name} is torn"
-    testing.assert_same_bits(plain.state_dict(), engine.state_dict(), "parameters")
+    ps.testing.assert_same_bits(plain.state_dict(), engine.state_dict(), "parameters")
     engine.close()
     plain.close()
 
@@ -114,7 +112,7 @@ def test_engines_in_two_threads_are_independent_and_a_thread_can_use_one_that_an
 
     with ThreadPoolExecutor(2) as executor:
         for losses in executor.map(run, engines):
-            testing.assert_same_bits(expected, losses, "losses")
+            ps.testing.assert_same_bits(expected, losses, "losses")
     for engine in engines:
         engine.close()
 
@@ -134,11 +132,11 @@ def test_waiting_for_a_thread_that_needs_the_engine_is_refused(where, monkeypatc
 
     handle = engine.module[1].register_forward_hook(after_forward)
     message = r"parameter '3\.0\.weight' is used in thread 'ThreadPool.*' while thread 'MainThread' uses the engine"
-    with pytest.raises(TrainingError, match=message):
+    with pytest.raises(ps.errors.TrainingError, match=message):
         train(engine, DATA[:1])
     handle.remove()
     engine.optimizer.zero_grad()
-    testing.assert_same_bits(train(reference_of(build, OPTIONS), DATA), train(engine, DATA), "losses")
+    ps.testing.assert_same_bits(train(reference_of(build, OPTIONS), DATA), train(engine, DATA), "losses")
     engine.close()
 
 

@@ -5,32 +5,28 @@ import gc
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume
 from hypothesis import strategies as st
 from probes import after_operators, manager_of
-from sampling import draws, nightly
+from sampling import drawn
 from seeded import reference_of
 from torch import nn
 from toys import Shape, batches, mean_square, module, train
 
 import patrickstar as ps
-from patrickstar import testing
-from patrickstar._chunks.chunk_manager import ChunkManager
-from patrickstar._tiers.disk_tier import STAGES
-from patrickstar._tiers.host_tier import HostTier
 from patrickstar.errors import BudgetError
 
 from . import tiers
 from .models import Waves, precisions
 from .tiers import Room, blocks, inputs, many_blocks, on_disk, options, rooms, small_engine, wide_shapes
+from .watched import Watched
 
 loops = st.sampled_from(
     [{}, {"update": True}, {"max_norm": 0.1}, {"accumulation": 2}, {"accumulation": 3, "max_norm": 0.1}]
 )
 
 
-@settings(max_examples=310 if nightly() else 3, deadline=None, print_blob=True)
-@given(wide_shapes, tiers.chunk_sizes, precisions, rooms, loops, st.booleans())
+@drawn(310, wide_shapes, tiers.chunk_sizes, precisions, rooms, loops, st.booleans(), fast=3)
 def test_exactness(folder, shape, chunk_size, precision, room, loop, checksums):
     assume(precision != "fp16" or "update" not in loop)
     config = on_disk(shape.build, options(precision, chunk_size), folder, batches(1)[0], room)
@@ -117,51 +113,11 @@ def test_offloaded_activations_beside_staging_buffers(tmp_path, evict_everything
 # Budgets
 
 
-class Watched(ChunkManager):
-    """Chunk manager that checks the law at each allocation."""
-
-    def __init__(self, *args, **options):
-        super().__init__(*args, **options)
-        allocate = self.device_tier.allocate
-        self.device_tier.allocate = lambda chunk: (allocate(chunk), check_budgets(self, chunk))
-
-    def poll_transfers(self):
-        super().poll_transfers()
-        check_budgets(self)
-
-
-class WatchedHost(HostTier):
-    """Host tier that checks the law at each allocation; all allocations use `_new_block`."""
-
-    def _new_block(self, nbytes, description):
-        place = super()._new_block(nbytes, description)
-        in_arenas = sum(block.nbytes for arena in self.arenas for block in arena._blocks)
-        threads = self.used + self.other_bytes + nbytes - in_arenas
-        assert threads in (0, STAGES * tiers.PAGE_BYTES), "only the buffers of the disk's threads are outside the arena"
-        assert in_arenas + threads <= self.budget_bytes
-        assert place.end <= place.arena.nbytes and self.arena_bytes <= self.budget_bytes
-        return place
-
-
-def check_budgets(manager, *newcomers):
-    assert manager.device_tier.used <= manager.device_tier.chunkable_bytes
-    assert manager.host_tier.used + manager.host_tier.other_bytes <= manager.host_tier.budget_bytes
-    assert tiers.real_bytes({*manager.chunks.values(), *newcomers}) == (
-        manager.device_tier.used,
-        manager.host_tier.used,
-    )
-    if manager.disk_tier is not None:
-        file = manager.disk_tier.file
-        assert file.used_bytes <= file.nbytes <= (file.capacity_bytes or file.nbytes)
-
-
-@settings(max_examples=draws(8), deadline=None, print_blob=True)
-@given(wide_shapes, tiers.chunk_sizes, precisions, rooms, st.integers(0, 3000), loops)
+@drawn(8, wide_shapes, tiers.chunk_sizes, precisions, rooms, st.integers(0, 3000), loops)
 def test_all_budgets_hold_at_every_moment(folder, shape, chunk_size, precision, room, wave_bytes, loop):
     assume(precision != "fp16" or "update" not in loop)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("patrickstar._engine.core.ChunkManager", Watched)
-        patch.setattr("patrickstar._chunks.chunk_manager.HostTier", WatchedHost)
         config = on_disk(shape.build, options(precision, chunk_size), folder, batches(1)[0], room)
         config = config.model_copy(update={"device_memory": int(config.device_memory) + wave_bytes})
         tiny = config.model_copy(update={"disk": ps.Disk(directory=folder, capacity=4096)})
@@ -181,8 +137,7 @@ def test_all_budgets_hold_at_every_moment(folder, shape, chunk_size, precision, 
 # Ownership and leaks
 
 
-@settings(max_examples=draws(5), deadline=None, print_blob=True)
-@given(wide_shapes, tiers.chunk_sizes, rooms)
+@drawn(5, wide_shapes, tiers.chunk_sizes, rooms)
 def test_every_chunk_has_a_valid_copy_and_duplicates_agree_after_every_operator(folder, shape, chunk_size, room):
     config = on_disk(shape.build, options("bf16", chunk_size), folder, batches(1)[0], room)
     with contextlib.closing(small_engine(shape.build, config, evict_everything=room.evict_everything)) as engine:
@@ -215,7 +170,7 @@ def test_two_engines_can_share_a_directory(tmp_path):
             engine.close()
         return [*losses, *engines[0].module.state_dict().values()]
 
-    testing.assert_same_bits(run(1), run(2), "losses and parameters of the first")
+    ps.testing.assert_same_bits(run(1), run(2), "losses and parameters of the first")
     assert not tiers.worker_threads() and not list(tmp_path.iterdir())
 
 
@@ -234,5 +189,5 @@ def test_an_engine_finishes_deferred_updates_when_it_is_closed_or_collected(tmp_
     else:
         del engine
         gc.collect()
-    testing.assert_same_bits(reference.state_dict(), module.state_dict(), "parameters")
+    ps.testing.assert_same_bits(reference.state_dict(), module.state_dict(), "parameters")
     assert not tiers.worker_threads() and tiers.open_files() == before and not list(tmp_path.iterdir())

@@ -9,7 +9,6 @@ from probes import loss_scaler_of
 from toys import mean_square, module, train
 
 import patrickstar as ps
-from patrickstar._engine.engine import Engine
 
 from .tiers import Room, blocks, compare, inputs, on_disk, options
 
@@ -232,7 +231,7 @@ def test_param_groups(exact, optimizer):
 
 def test_overflow_in_fp16(exact):
     def script(trainer, optimizer):
-        scaler = loss_scaler_of(trainer) if isinstance(trainer, Engine) else trainer.scaler
+        scaler = loss_scaler_of(trainer) if isinstance(trainer, ps.Engine) else trainer.scaler
         results = usual(trainer, optimizer, 1)
         scaler.scale = 2.0**40
         results += usual(trainer, optimizer, 2)

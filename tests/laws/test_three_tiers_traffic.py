@@ -7,10 +7,10 @@ import typing
 from unittest import mock
 
 import pytest
-from hypothesis import assume, example, given, settings
+from hypothesis import assume, example
 from hypothesis import strategies as st
 from probes import complete_updates, disk_step_of, manager_of
-from sampling import draws, nightly
+from sampling import drawn
 from seeded import run_step
 from toys import Shape, batches
 
@@ -77,8 +77,7 @@ def bytes_of(engine, pages):
     return sum(disk.written_bytes(chunk, pages.first * size, pages.numel * size) for chunk, size in sizes)
 
 
-@settings(max_examples=64 if nightly() else 1, deadline=None, print_blob=True)
-@given(wide_shapes, st.sampled_from([1000, 9000, 40000]), rooms)
+@drawn(64, wide_shapes, st.sampled_from([1000, 9000, 40000]), rooms, fast=1)
 @example(Shape(("mlp", "mlp"), False, False, True, width=64), 1000, Room())  # windows are suspended
 def test_transfers_do_not_depend_on_the_speed_of_the_disk(folder, shape, chunk_size, room):
     """Check every step, including those before the plan: no decision depends on the speed of a disk."""
@@ -113,8 +112,7 @@ class RecordingDisk(DiskTier):
         return super().write(chunk, start, source, **options)
 
 
-@settings(max_examples=draws(6), deadline=None, print_blob=True)
-@given(wide_shapes, tiers.chunk_sizes, rooms, st.integers(1, 3))
+@drawn(6, wide_shapes, tiers.chunk_sizes, rooms, st.integers(1, 3))
 def test_optimizer_states_follow_home_tiers_and_clean_parameters_are_not_written(
     folder, shape, chunk_size, room, count
 ):

@@ -14,8 +14,6 @@ from toys import train
 import patrickstar as ps
 from patrickstar._schedule.placement import Tier
 from patrickstar._schedule.step_timeline import Channel, StepTimeline
-from patrickstar.errors import ConfigError, TrainingError
-from patrickstar.testing import assert_same_bits
 
 from .tiers import Room, blocks, inputs, on_disk, options, small_engine
 
@@ -58,8 +56,8 @@ def test_a_record_changes_nothing_and_agrees_with_the_statistics(tmp_path, tier)
                 stats.append(engine.stats.last)
                 used.append((manager.device_tier.used, manager.host_tier.used))
             states.append(engine.state_dict())
-    assert_same_bits(*states, "parameters")
-    assert_same_bits(losses[:STEPS], losses[STEPS:], "losses")
+    ps.testing.assert_same_bits(*states, "parameters")
+    ps.testing.assert_same_bits(losses[:STEPS], losses[STEPS:], "losses")
     plain_stats, stats, used = stats[:STEPS], stats[STEPS:], used[STEPS:]
     assert [each.step for each in recording.timelines] == RECORDED
     for name in ("h2d_bytes", "d2h_bytes", "evictions", "device_peak_model_bytes"):
@@ -148,12 +146,12 @@ def test_chrome_trace(tmp_path):
 def test_mistakes(tmp_path):
     engine = engine_on("device", tmp_path)
     with engine.record() as recording:
-        with pytest.raises(TrainingError, match="is being recorded already"), engine.record():
+        with pytest.raises(ps.errors.TrainingError, match="is being recorded already"), engine.record():
             pass
         step(engine, 0)
-    with pytest.raises(ConfigError, match=r"the trace .*missing/trace.json can't be written"):
+    with pytest.raises(ps.errors.ConfigError, match=r"the trace .*missing/trace.json can't be written"):
         recording.chrome_trace(tmp_path / "missing" / "trace.json")
-    with pytest.raises(ConfigError, match=r"is no trace of torch.profiler that can be read"):
+    with pytest.raises(ps.errors.ConfigError, match=r"is no trace of torch.profiler that can be read"):
         recording.chrome_trace(tmp_path / "trace.json", tmp_path / "missing.json")
     with pytest.raises(RuntimeError, match="in the middle"), engine.record():
         raise RuntimeError("in the middle")
@@ -161,5 +159,5 @@ def test_mistakes(tmp_path):
     with engine.record():
         step(engine, 1)
         engine.close()
-    with pytest.raises(TrainingError, match="closed"), engine.record():
+    with pytest.raises(ps.errors.TrainingError, match="closed"), engine.record():
         pass

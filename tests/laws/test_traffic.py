@@ -4,10 +4,10 @@ from functools import cache
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume
 from hypothesis import strategies as st
 from probes import after_allocations, manager_of, tracer_of
-from sampling import draws
+from sampling import drawn
 from seeded import engine_of
 from torch import nn
 from toys import Shape, batches, mean_square, train
@@ -42,8 +42,7 @@ class RecordingManager(ChunkManager):
         return evicted
 
 
-@settings(max_examples=draws(10), deadline=None, print_blob=True)
-@given(shapes, st.integers(0, 3000))
+@drawn(10, shapes, st.integers(0, 3000))
 def test_unmodified_chunks_are_not_written_back(shape, spare_bytes):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("patrickstar._engine.core.ChunkManager", RecordingManager)
@@ -77,8 +76,7 @@ def optimal_fetches(
     return best(0, present)
 
 
-@settings(max_examples=draws(10), deadline=None, print_blob=True)
-@given(st.integers(2, 5), st.integers(1, 4))
+@drawn(10, st.integers(2, 5), st.integers(1, 4))
 def test_a_planned_step_fetches_the_optimum(layers, chunks_that_fit):
     """With one equal chunk per layer, a planned step fetches the optimum that brute force finds for its trace."""
     shape = Shape(("plain",) * layers)
@@ -137,8 +135,7 @@ def test_experts_that_differ_in_each_step_move_each_parameter_twice():
 # Ownership: every chunk has a valid copy, and a duplicate may be dropped at any time
 
 
-@settings(max_examples=draws(8), deadline=None, print_blob=True)
-@given(shapes, chunk_sizes, st.integers(0, 3000), st.integers(0, 2**32))
+@drawn(8, shapes, chunk_sizes, st.integers(0, 3000), st.integers(0, 2**32))
 def test_one_owner_and_duplicates_that_agree(shape, chunk_size, spare_bytes, seed):
     budget = smallest_device_bytes(shape, chunk_size, "bf16") + spare_bytes
     options = config("bf16", chunk_size, device_memory=budget)

@@ -17,7 +17,6 @@ import patrickstar as ps
 from patrickstar._autograd.gradient_hooks import GradientHooks
 from patrickstar._autograd.interceptor import Interceptor
 from patrickstar._step.optimizer_step import OptimizerStep
-from patrickstar.testing import NoMeter
 
 SOURCES = str(Path(ps.__file__).parent)
 EVENTS = {
@@ -76,7 +75,7 @@ def test_no_event_takes_more_files_or_calls_than_before(place, monkeypatch):
         torch.manual_seed(0)
         model = layers(256, 12, nn.GELU)
     config = ps.Config(device="cpu", device_memory=budget, host_memory="64MiB", precision="bf16")
-    with ps.Engine(model, config, meter=NoMeter()) as engine:  # what a meter counts depends on earlier tests
+    with ps.Engine(model, config, meter=ps.testing.NoMeter()) as engine:  # what a meter counts depends on earlier tests
         train(engine, inputs(5, 256), max_norm=1.0)
         walk = Walk(monkeypatch)
         train(engine, inputs(1, 256), max_norm=1.0)

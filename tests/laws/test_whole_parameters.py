@@ -5,16 +5,14 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
-from sampling import nightly
+from sampling import drawn
 from seeded import assert_same_model
 from toys import train
 from transformers.optimization import Adafactor
 from whole_parameter_cases import MUON, WIDTH, Model
 
 import patrickstar as ps
-from patrickstar import testing
 from patrickstar.errors import BudgetError, ConfigError
 
 from .models import precisions
@@ -29,16 +27,14 @@ names = st.sampled_from(sorted(OPTIMIZERS))
 loops = st.sampled_from([{}, {"update": True}, {"max_norm": 0.1}, {"accumulation": 2}])
 
 
-@settings(max_examples=30 if nightly() else 4, deadline=None)
-@given(names, precisions, chunk_sizes, loops)
+@drawn(30, names, precisions, chunk_sizes, loops, fast=4)
 def test_everything_evicted(name, precision, chunk_size, loop):
     loop = {} if precision == "fp16" and "update" in loop else loop
     config = options(precision, chunk_size, optimizer=OPTIMIZERS[name])
-    testing.compare(Model, config, lambda trainer, optimizer: train(trainer, inputs(4), **loop))
+    ps.testing.compare(Model, config, lambda trainer, optimizer: train(trainer, inputs(4), **loop))
 
 
-@settings(max_examples=30 if nightly() else 4, deadline=None)
-@given(names, precisions, chunk_sizes, loops, rooms)
+@drawn(30, names, precisions, chunk_sizes, loops, rooms, fast=4)
 def test_states_on_disk(tmp_path_factory, name, precision, chunk_size, loop, room):
     loop = {} if precision == "fp16" and "update" in loop else loop
     folder = tmp_path_factory.mktemp("disk")
@@ -53,7 +49,7 @@ def test_states_on_disk(tmp_path_factory, name, precision, chunk_size, loop, roo
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_delayed_updates(name):
     config = options("bf16", 9000, optimizer=OPTIMIZERS[name], update=ps.Delayed(after=2))
-    testing.compare(Model, config, lambda trainer, optimizer: train(trainer, inputs(5)))
+    ps.testing.compare(Model, config, lambda trainer, optimizer: train(trainer, inputs(5)))
 
 
 def test_bytes_per_parameter():
@@ -80,12 +76,12 @@ def test_muon_of_torch_is_replaced_wherever_a_class_is_given():
 )
 def test_a_checkpoint_resumes_with_the_same_bits(optimizer, tmp_path):
     config = options("bf16", 9000, optimizer=optimizer)
-    engine, resumed = testing.stressed(Model, config), testing.stressed(Model, config)
+    engine, resumed = ps.testing.stressed(Model, config), ps.testing.stressed(Model, config)
     train(engine, inputs(2))
     engine.save(tmp_path / "saved")
     expected = train(engine, inputs(4)[2:])
     resumed.load(tmp_path / "saved")
-    testing.assert_same_bits(expected, train(resumed, inputs(4)[2:]), "losses")
+    ps.testing.assert_same_bits(expected, train(resumed, inputs(4)[2:]), "losses")
     assert_same_model(engine, resumed)
 
 
@@ -102,11 +98,11 @@ def test_a_parameter_that_is_unfrozen_later():
         trainer.module.norm.requires_grad_(True)
         return losses + train(trainer, inputs(5)[2:])
 
-    testing.compare(frozen, options("bf16", 9000, optimizer=ps.Muon(lr=2e-2)), script)
+    ps.testing.compare(frozen, options("bf16", 9000, optimizer=ps.Muon(lr=2e-2)), script)
 
 
 def test_a_group_that_changes_its_rule_is_refused_by_name():
-    engine = testing.stressed(Model, options("bf16", 9000, optimizer=ps.Muon()))
+    engine = ps.testing.stressed(Model, options("bf16", 9000, optimizer=ps.Muon()))
     train(engine, inputs(1))
     engine.optimizer.param_groups[0]["use_muon"] = False
     with pytest.raises(ConfigError, match="exp_avg"):

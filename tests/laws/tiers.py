@@ -24,10 +24,7 @@ from torch import nn
 from toys import layers, mean_square
 
 import patrickstar as ps
-from patrickstar import testing
-from patrickstar._engine.engine import Engine
 from patrickstar._tiers.chunk import Chunk
-from patrickstar.errors import BudgetError
 
 from .models import shapes
 
@@ -84,7 +81,7 @@ def with_budgets(config: ps.Config, device: int | None, host: int | None, disk: 
     return config.model_copy(update={"device_memory": device, "host_memory": host, "disk": disk})
 
 
-def small_engine(build: Build, config: ps.Config, **hooks: Any) -> Engine:
+def small_engine(build: Build, config: ps.Config, **hooks: Any) -> ps.Engine:
     """Create an engine from seed 0 with the smallest page size that a disk supports."""
     return engine_of(build, config, page_bytes=PAGE_BYTES, **hooks)
 
@@ -100,7 +97,7 @@ def on_disk(build: Build, config: ps.Config, directory: str | Path, batch: tuple
         device = least_device_bytes(build, config, batch) + room.device_bytes
         optimizer_bytes = 0
         if room.host_share:
-            with Engine(build, with_budgets(config, device, None), meter=testing.NoMeter()) as engine:
+            with ps.Engine(build, with_budgets(config, device, None), meter=ps.testing.NoMeter()) as engine:
                 optimizer_bytes = engine.layout.optimizer_bytes
         _least_budgets[key] = device, least_host_bytes(build, with_budgets(config, device, 1, disk)), optimizer_bytes
     device, host, optimizer_bytes = _least_budgets[key]
@@ -109,7 +106,7 @@ def on_disk(build: Build, config: ps.Config, directory: str | Path, batch: tuple
 
 def least_device_bytes(build: Build, config: ps.Config, batch: tuple[Any, ...]) -> int:
     """Return the bytes of chunks that the largest operator accesses together, measured in one step."""
-    with Engine(build, with_budgets(config, None, None), meter=testing.NoMeter()) as engine:
+    with ps.Engine(build, with_budgets(config, None, None), meter=ps.testing.NoMeter()) as engine:
         largest = max(chunk.compute_bytes for chunk in engine.layout.chunks)
         sizes = record_accesses(engine)
         engine.backward(mean_square(engine(*batch)))
@@ -123,14 +120,14 @@ def least_host_bytes(build: Build, config: ps.Config) -> int:
     """
     try:
         small_engine(build, config).close()
-    except BudgetError as error:
+    except ps.errors.BudgetError as error:
         assert error.short_bytes is not None and error.short_bytes > 0, "the error names no missing bytes"
         return 1 + error.short_bytes
     reject()  # everything fits on the device
 
 
 def compare(
-    build: Build, config: ps.Config, script: testing.Script, *, evict_everything: bool = False, **hooks: Any
+    build: Build, config: ps.Config, script: ps.testing.Script, *, evict_everything: bool = False, **hooks: Any
 ) -> None:
     """Compare as `testing.compare`, for an engine that needs its disk, and check its counters."""
     reference = reference_of(build, with_budgets(config, None, None))
@@ -139,7 +136,7 @@ def compare(
         if engine.inspect().disk is None:
             reject()
         results = script(engine, engine.optimizer)
-        testing.assert_same_bits(list(expected), list(results), "tensors returned by the script")
+        ps.testing.assert_same_bits(list(expected), list(results), "tensors returned by the script")
         assert_same_model(reference, engine)
         assert_at_rest(engine)
     state = reference.state_dict()
@@ -147,7 +144,7 @@ def compare(
         assert torch.equal(param.detach(), state[name]), f"{name}, after the engine was closed"
 
 
-def assert_at_rest(engine: Engine) -> None:
+def assert_at_rest(engine: ps.Engine) -> None:
     """Assert that nothing is pinned, pending or in flight, chunks have valid copies, and counters are right."""
     manager, pool = manager_of(engine), disk_step_of(engine).staging_pool
     complete_updates(engine)
@@ -173,7 +170,7 @@ def assert_one_owner(chunks: Iterable[Chunk]) -> None:
         assert chunk.device.present or not chunk.device.valid, f"{chunk} has no device memory"
         assert chunk.host.present or not chunk.host.valid, f"{chunk} has no host memory"
         if chunk.device.valid and chunk.host.valid:
-            testing.assert_same_bits(
+            ps.testing.assert_same_bits(
                 [chunk.on_device(chunk.whole)], [chunk.on_host(chunk.whole)], f"{chunk} on device and host"
             )
 
@@ -184,7 +181,7 @@ def real_bytes(chunks: Iterable[Chunk]) -> tuple[int, int]:
     return sum(chunk.device_bytes for chunk in chunks), sum(host.numel() * host.element_size() for host in hosts)
 
 
-def optimizer_bytes_on_disk(engine: Engine) -> int:
+def optimizer_bytes_on_disk(engine: ps.Engine) -> int:
     """Return the bytes that an update of all parameters reads from the disk, and writes: pages of lists homed there."""
     nbytes, parameters = 0, engine.inspect().parameters
     for chunk in engine.layout.chunks:
@@ -217,12 +214,12 @@ def _with_one_thread(function: Callable[..., object], *args: object) -> None:
     function(*args)
 
 
-def _print_into(path: Path, trained: Callable[..., Engine], folder: Path) -> None:
+def _print_into(path: Path, trained: Callable[..., ps.Engine], folder: Path) -> None:
     with path.open("w", buffering=1) as sys.stdout:
         trained(folder, 1, 99, True)
 
 
-def last_save_of_a_killed_run(trained: Callable[..., Engine], folder: Path, until: Callable[..., bool]) -> int:
+def last_save_of_a_killed_run(trained: Callable[..., ps.Engine], folder: Path, until: Callable[..., bool]) -> int:
     """Run `trained(folder, 1, 99, True)` elsewhere; kill it at a line of numbers; return the last saved step."""
     (printed := folder / "printed").touch()
     child = fork_server().Process(target=_with_one_thread, args=(_print_into, printed, trained, folder), daemon=True)
@@ -235,7 +232,7 @@ def last_save_of_a_killed_run(trained: Callable[..., Engine], folder: Path, unti
     return max(int(saved.name.split()[1]) for saved in folder.glob("step *") if saved.is_dir())
 
 
-def check_a_killed_run(trained: Callable[..., Engine], folder: Path, until: Callable[..., bool]) -> None:
+def check_a_killed_run(trained: Callable[..., ps.Engine], folder: Path, until: Callable[..., bool]) -> None:
     """Assert that a run, killed as in `last_save_of_a_killed_run`, resumes with the bits of one that was not."""
     saved = last_save_of_a_killed_run(trained, folder, until)
     assert saved >= 4

@@ -22,10 +22,8 @@ from test_exactness import run_schedule
 from torch import nn
 
 import patrickstar as ps
-from patrickstar import testing
 from patrickstar._hardware.accelerator import TorchDevice
 from patrickstar._schedule.prefetch import AggressivePrefetch, DemandFetch
-from patrickstar.errors import BudgetError
 
 WIDTH, LAYERS, STEPS = 48, 6, 4
 MODELS = "layers", "uneven layers", "words"
@@ -132,7 +130,7 @@ def run(seed: int) -> bool:
         hooks = dict(page_bytes=4096, prefetch_policy=policy, evict_everything=evict_everything)
         try:
             engine = engine_of(lambda: _build(model), config, **hooks)
-        except BudgetError:
+        except ps.errors.BudgetError:
             return False
         try:
             found = _loop(engine, model, accumulation, clip, options, update)
@@ -143,9 +141,9 @@ def run(seed: int) -> bool:
                 values = {name: value.detach() for name, value in module.state_dict().items()}
             else:
                 values = engine.state_dict()
-            testing.assert_same_bits(results, found, f"scenario {seed}: results")
-            testing.assert_same_bits(parameters, dict(values), f"scenario {seed}: parameters")
-        except (BudgetError, torch.OutOfMemoryError):
+            ps.testing.assert_same_bits(results, found, f"scenario {seed}: results")
+            ps.testing.assert_same_bits(parameters, dict(values), f"scenario {seed}: parameters")
+        except (ps.errors.BudgetError, torch.OutOfMemoryError):
             return False
         finally:
             engine.close()

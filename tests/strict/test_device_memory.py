@@ -19,7 +19,6 @@ from torch import nn
 from toys import Shape
 
 import patrickstar as ps
-from patrickstar._engine.engine import Engine
 from patrickstar._tiers.hardware import Hardware
 from patrickstar.errors import BudgetError
 
@@ -92,7 +91,7 @@ def run(seed: int, directory: Path) -> str:
     accelerator.reset_peak()
     torch.manual_seed(0)
     try:
-        engine = Engine(draw.build, config, meter=meter, page_bytes=4096)
+        engine = ps.Engine(draw.build, config, meter=meter, page_bytes=4096)
         for step in range(5):
             batch = [tuple(tensor.to(DEVICE) for tensor in each) for each in draw.batches[step : step + 2]]
             toys.train(engine, batch if "accumulation" in draw.loop else batch[:1], **draw.loop)
@@ -127,7 +126,7 @@ def test_updates_on_the_host_find_their_workspaces():
     """Muon multiplies matrices in the worker thread of updates, whose workspaces exist before planning."""
     like_a_gpu()
     config = ps.Config(device="strict", device_memory="200KiB", host_memory="8MiB", optimizer=ps.Muon())
-    engine = Engine(partial(toys.layers, 64, 8, nn.GELU), config, page_bytes=4096)
+    engine = ps.Engine(partial(toys.layers, 64, 8, nn.GELU), config, page_bytes=4096)
     others = []
     for (batch,) in toys.inputs(3, 64, rows=4):
         others.append(torch.accelerator.memory_allocated(0) - engine.inspect().device.chunk_bytes)
@@ -142,7 +141,7 @@ def test_muon_evicts_no_sums_of_gradients_that_it_updates_with():
     """With a full host nothing else can make room for its products, which is said: the sums were moved before."""
     like_a_gpu()
     config = ps.Config(device="strict", device_memory=714_681, host_memory=393_120, optimizer=ps.Muon())
-    engine = Engine(partial(toys.layers, 96, 5, nn.GELU), config, page_bytes=4096)
+    engine = ps.Engine(partial(toys.layers, 96, 5, nn.GELU), config, page_bytes=4096)
     with pytest.raises(BudgetError, match="more bytes of chunks at once"):
         toys.train(engine, toys.inputs(2, 96, rows=2), accumulation=2)
 
@@ -153,12 +152,12 @@ def test_the_plan_leaves_a_part_of_a_large_budget_to_fragmentation():
     build = partial(toys.layers, 500, 2)
     config = ps.Config(device="strict", device_memory=900_000, host_memory=4_000_000, chunk_size=250_000)
     with pytest.raises(BudgetError, match=r"72000 bytes .* of its budget are left to fragmentation") as refused:
-        Engine(build, config)
+        ps.Engine(build, config)
     (least,) = re.findall(r"device_memory=(\d+) bytes .*with this host_memory", str(refused.value))
     # What libraries seem to hold may differ by memory of earlier tests that is freed meanwhile.
     with pytest.raises(BudgetError):
-        Engine(build, config.model_copy(update={"device_memory": int(least) - 4 * WORKSPACE_BYTES}))
-    engine = Engine(build, config.model_copy(update={"device_memory": int(least)}))
+        ps.Engine(build, config.model_copy(update={"device_memory": int(least) - 4 * WORKSPACE_BYTES}))
+    engine = ps.Engine(build, config.model_copy(update={"device_memory": int(least)}))
     assert strict_device.limited_bytes() == int(least) - 18 * SMALL_BYTES
     engine.close()
     assert strict_device.limited_bytes() == strict_device.UNLIMITED

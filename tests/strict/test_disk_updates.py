@@ -14,18 +14,15 @@ from seeded import engine_of
 from torch import nn
 
 import patrickstar as ps
-from patrickstar import testing
-from patrickstar._engine.engine import Engine
 from patrickstar._schedule.placement import Tier
 from patrickstar._step.streamed_update import THREADS
 from patrickstar._tiers.chunk import Chunk
-from patrickstar.errors import DiskError
 
 WIDTH = 64
 
 
 @contextmanager
-def new_engine(directory: Path) -> Iterator[Engine]:
+def new_engine(directory: Path) -> Iterator[ps.Engine]:
     """Return an engine whose optimizer states are on disk."""
     strict_device.configure(seed=1)
     options = dict(device_memory="120KiB", host_memory="280KiB", disk=ps.Disk(directory))
@@ -34,7 +31,7 @@ def new_engine(directory: Path) -> Iterator[Engine]:
         yield engine
 
 
-def backward(engine: Engine, hook=None, **options) -> None:
+def backward(engine: ps.Engine, hook=None, **options) -> None:
     ((batch,),) = toys.inputs(1, width=WIDTH, rows=32)
     batch = batch.to("strict").requires_grad_(hook is not None)
     if hook is not None:
@@ -42,7 +39,7 @@ def backward(engine: Engine, hook=None, **options) -> None:
     engine.backward(engine(batch).float().square().mean(), **options)
 
 
-def updated(engine: Engine) -> set[Chunk]:
+def updated(engine: ps.Engine) -> set[Chunk]:
     """Return the `param16` chunks whose update is in progress."""
     live = disk_step_of(engine).staging_pool.live
     return {pages.owner.param16 for pages in live if pages.update is not None and not pages.updated}
@@ -55,7 +52,7 @@ def set_later(event: threading.Event) -> threading.Timer:
 
 
 @contextmanager
-def updates_in_progress(engine: Engine, tier: Tier = Tier.DEVICE) -> Iterator[threading.Event]:
+def updates_in_progress(engine: ps.Engine, tier: Tier = Tier.DEVICE) -> Iterator[threading.Event]:
     """Return a context after a step whose updates do not end before the event is set.
 
     `tier`: of the first gradients.
@@ -137,7 +134,7 @@ def test_an_engine_closes_with_updates_in_progress(tmp_path, keep):
 
 
 @pytest.mark.parametrize("tier", [Tier.DEVICE, Tier.HOST])
-@pytest.mark.parametrize("error", [DiskError("the disk is gone"), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize("error", [ps.errors.DiskError("the disk is gone"), KeyboardInterrupt()], ids=repr)
 def test_an_engine_closes_after_an_error_with_updates_in_progress(tmp_path, monkeypatch, tier, error):
     with new_engine(tmp_path) as engine:
         pipeline, names = disk_step_of(engine), dict(engine.module.named_parameters())
@@ -191,4 +188,4 @@ def test_a_chunk_on_its_way_to_the_host_is_updated_there(tmp_path):
                 assert chunk.device.valid is not evict
                 engine.optimizer.zero_grad()
             results.append(engine.state_dict())
-    testing.assert_same_bits(*results, "parameters")
+    ps.testing.assert_same_bits(*results, "parameters")

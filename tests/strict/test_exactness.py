@@ -8,10 +8,8 @@ import torch
 import toys
 from laws.test_late_copies import run_drawn, some_are_slow
 from torch import nn
-from torch.nn import functional as F
 
 import patrickstar as ps
-from patrickstar import testing
 
 
 @cache
@@ -43,7 +41,7 @@ class WordsThatAreRead(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         self.forwards += 1
-        out = self.body(F.embedding(ids, self.words.weight, self.padding_idx))
+        out = self.body(nn.functional.embedding(ids, self.words.weight, self.padding_idx))
         return out + self.words.weight[:3].sum() if self.forwards in (3, 5) else out
 
 
@@ -53,4 +51,4 @@ def test_an_embedding_may_come_to_the_device_after_a_lookup_on_the_host(padding_
     strict_device.configure()
     ids = torch.randint(0, 20, (6, 4, 8), generator=torch.Generator().manual_seed(3))
     config = ps.Config(device="strict", chunk_size=4096, precision="bf16", device_memory=device_memory)
-    testing.assert_exact(partial(WordsThatAreRead, padding_idx), [(batch,) for batch in ids], config, stress=False)
+    ps.testing.assert_exact(partial(WordsThatAreRead, padding_idx), [(batch,) for batch in ids], config, stress=False)

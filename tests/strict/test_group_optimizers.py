@@ -6,10 +6,9 @@ import pytest
 import strict_device
 from laws.group_optimizers import Branches, GlobalScale, batch, config_of
 from laws.test_late_copies import some_are_slow
-from toys import mean_square
+from toys import mean_square, update
 
 import patrickstar as ps
-from patrickstar import testing
 
 STEPS = 6
 
@@ -19,11 +18,7 @@ def script(seed, trainer, optimizer):
     strict_device.configure(seed=seed)
     losses = []
     for step in range(STEPS):
-        loss = mean_square(trainer(batch(step).to("strict")))
-        trainer.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach().clone())
+        losses.append(update(trainer, mean_square(trainer(batch(step).to("strict")))))
     return losses
 
 
@@ -33,4 +28,4 @@ def test_no_schedule_changes_results(seeds, disk, tmp_path):
     options = {"disk": ps.Disk(tmp_path, capacity="1MiB"), "host_memory": "96KiB"} if disk else {}
     for seed in seeds:
         config = config_of(GlobalScale, "bf16", **{"device": "strict", "device_memory": "1MiB"} | options)
-        testing.compare(Branches, config, partial(script, seed), stress=seed % 2 == 0)
+        ps.testing.compare(Branches, config, partial(script, seed), stress=seed % 2 == 0)

@@ -14,7 +14,6 @@ from torch import nn
 from toys import inputs, layers, mean_square
 
 import patrickstar as ps
-from patrickstar._engine.engine import Engine
 from patrickstar._params.state_dict import replace_data
 from patrickstar._step.streamed_update import BUFFERS, PIECE_NUMEL, WHOLE_BUFFERS, buffer_bytes
 from patrickstar._tiers.host_arena import ALIGN_BYTES
@@ -39,7 +38,7 @@ def locked(monkeypatch) -> list[int]:
     return calls
 
 
-def speculation_bytes(engine: Engine) -> int:
+def speculation_bytes(engine: ps.Engine) -> int:
     """Return the bytes of the chunks that belong to an index whose masters and states are all on the host."""
     chunks: dict[int, list] = {}
     for (_, index), chunk in manager_of(engine).chunks.items():

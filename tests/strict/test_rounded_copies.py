@@ -9,15 +9,13 @@ from torch.optim.swa_utils import AveragedModel
 from toys import layers
 
 import patrickstar as ps
-from patrickstar import testing
-from patrickstar.errors import ModelError
 
 WIDTH = 8
 
 
 def engine_of(precision):
     torch.manual_seed(0)
-    return testing.stressed(layers(WIDTH, 2), ps.Config(device="strict", precision=precision, chunk_size="1KiB"))
+    return ps.testing.stressed(layers(WIDTH, 2), ps.Config(device="strict", precision=precision, chunk_size="1KiB"))
 
 
 def test_an_average_of_all_digits_is_that_of_plain_pytorch():
@@ -32,7 +30,7 @@ def test_an_average_of_all_digits_is_that_of_plain_pytorch():
                     param.mul_(1.5)
             averaged.update_parameters(module)
         results.append([param.detach() for param in averaged.module.parameters()])
-    testing.assert_same_bits(*results, "averages")
+    ps.testing.assert_same_bits(*results, "averages")
 
 
 def test_a_rounded_copy_is_used_like_a_tensor_and_an_average_of_them_is_refused_by_name():
@@ -52,7 +50,7 @@ def test_a_rounded_copy_is_used_like_a_tensor_and_an_average_of_them_is_refused_
     assert torch.equal(weight.detach().clone().cpu(), rounded)
     torch.zeros(WIDTH, WIDTH).copy_(moved)  # of other values by now
     averaged = AveragedModel(engine.module)
-    with pytest.raises(ModelError, match=r"'0\.weight'.*rounded to torch\.bfloat16.*ps\.EMA"):
+    with pytest.raises(ps.errors.ModelError, match=r"'0\.weight'.*rounded to torch\.bfloat16.*ps\.EMA"):
         averaged.update_parameters(engine.module)
 
 
@@ -61,7 +59,7 @@ def test_a_parameter_made_of_a_rounded_copy_is_a_parameter():
     layer = torch.nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.bfloat16)
     layer.weight = torch.nn.Parameter(engine.module[0].weight.detach().cpu())
     for write in (lambda target, values: target.copy_(values), lambda target, values: target.add_(other=values)):
-        with pytest.raises(ModelError, match=r"'0\.weight'.*rounded"):
+        with pytest.raises(ps.errors.ModelError, match=r"'0\.weight'.*rounded"):
             write(torch.zeros(WIDTH, WIDTH), layer.weight.detach())
     optimizer = torch.optim.AdamW(layer.parameters())
     for copied in (layer, copy.deepcopy(layer)):

@@ -15,8 +15,6 @@ from seeded import engine_of, run_step
 from torch import nn
 
 import patrickstar as ps
-from patrickstar import testing
-from patrickstar._engine.engine import Engine
 
 WIDTH, LAYERS = 64, 8
 FIRST, LAST = "0.0.weight", f"{LAYERS - 1}.0.weight"
@@ -25,7 +23,7 @@ FIRST, LAST = "0.0.weight", f"{LAYERS - 1}.0.weight"
 class Gate:
     """Lets the updates of an engine begin one by one, of those that threads have taken the first submitted one."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: ps.Engine) -> None:
         self.engine = engine
         self._permits = threading.Semaphore(0)
         self._closed = False
@@ -71,7 +69,7 @@ def batch(seed: int = 5) -> torch.Tensor:
 
 
 @contextmanager
-def after_a_step(device_memory: str = "8MiB", *, update: bool = False, **options) -> Iterator[tuple[Engine, Gate]]:
+def after_a_step(device_memory: str = "8MiB", *, update: bool = False, **options) -> Iterator[tuple[ps.Engine, Gate]]:
     """Return an engine after its third step, none of whose updates has begun.
 
     Args:
@@ -95,7 +93,7 @@ def after_a_step(device_memory: str = "8MiB", *, update: bool = False, **options
             gate.open()
 
 
-def param(engine: Engine, name: str) -> nn.Parameter:
+def param(engine: ps.Engine, name: str) -> nn.Parameter:
     return dict(engine.module.named_parameters())[name]
 
 
@@ -162,62 +160,62 @@ def test_updates_that_have_ended_are_finished_without_a_wait():
         assert len(step.running) == 1 and LAST in gate.updating and FIRST not in gate.updating
 
 
-def weights(engine: Engine) -> dict[str, torch.Tensor]:
+def weights(engine: ps.Engine) -> dict[str, torch.Tensor]:
     return {key: value.clone() for key, value in engine.module.state_dict().items()}
 
 
-def flat_states(engine: Engine) -> dict[str, torch.Tensor]:
+def flat_states(engine: ps.Engine) -> dict[str, torch.Tensor]:
     states = engine.optimizer.state_dict()["state"]
     return {f"{number} {key}": value for number, entry in states.items() for key, value in entry.items()}
 
 
-def after(engine: Engine, act: Callable[[], object]) -> dict[str, torch.Tensor]:
+def after(engine: ps.Engine, act: Callable[[], object]) -> dict[str, torch.Tensor]:
     act()
     return weights(engine) | flat_states(engine)
 
 
-def saved(engine: Engine, path: Path) -> dict[str, torch.Tensor]:
+def saved(engine: ps.Engine, path: Path) -> dict[str, torch.Tensor]:
     engine.save(path)
     with after_a_step() as (other, _):
         return after(other, lambda: other.load(path))
 
 
-def closed(engine: Engine) -> dict[str, torch.Tensor]:
+def closed(engine: ps.Engine) -> dict[str, torch.Tensor]:
     engine.close()
     return weights(engine)
 
 
-def averages(engine: Engine) -> dict[str, torch.Tensor]:
+def averages(engine: ps.Engine) -> dict[str, torch.Tensor]:
     with engine.averaged():
         return weights(engine)
 
 
-def train_on(engine: Engine) -> None:
+def train_on(engine: ps.Engine) -> None:
     engine.backward(engine(batch()).float().square().mean())
     engine.clip_grad_norm_(1e-3)
     engine.optimizer.step()
 
 
-def assign_gradient(engine: Engine) -> None:
+def assign_gradient(engine: ps.Engine) -> None:
     last = param(engine, LAST)
     last.grad = torch.ones_like(last)
     assert last.grad is not None
     engine.optimizer.step()
 
 
-def write(engine: Engine) -> None:
+def write(engine: ps.Engine) -> None:
     with torch.no_grad():
         param(engine, LAST).add_(1)
 
 
-def drop_duplicates(engine: Engine) -> None:
+def drop_duplicates(engine: ps.Engine) -> None:
     """Free all host copies of chunks that are on the device, also those that updates are writing."""
     host = manager_of(engine).host_tier
     duplicates = host._droppable()
     assert host.has_room(host.free_bytes + sum(chunk.nbytes for chunk in duplicates))
 
 
-READS: dict[str, Callable[[Engine, Path], dict[str, torch.Tensor]]] = {
+READS: dict[str, Callable[[ps.Engine, Path], dict[str, torch.Tensor]]] = {
     "parameter": lambda engine, _: {LAST: param(engine, LAST).clone()},
     "parameter.data": lambda engine, _: {LAST: param(engine, LAST).data.clone()},
     "module.state_dict": lambda engine, _: weights(engine),
@@ -255,7 +253,7 @@ def test_what_is_read_has_been_updated(name, room, tmp_path):
             timer = gate.open_later()
             results.append(READS[name](engine, folder))
             timer.join()
-    testing.assert_same_bits(*results, name)
+    ps.testing.assert_same_bits(*results, name)
 
 
 @pytest.mark.parametrize("kind", ["exp_avg", "exp_avg_sq"])

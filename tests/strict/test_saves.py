@@ -17,7 +17,6 @@ from torch import nn
 import patrickstar as ps
 from patrickstar._checkpoint import direct_writer
 from patrickstar._checkpoint.direct_writer import DirectWriter
-from patrickstar._engine.engine import Engine
 
 WIDTH = 64
 PAGE_BYTES = 4096
@@ -39,7 +38,7 @@ def build() -> nn.Module:
     return nn.Sequential(Counted(), toys.layers(WIDTH, 6, nn.GELU))
 
 
-def new_engine(device_memory: str) -> Engine:
+def new_engine(device_memory: str) -> ps.Engine:
     config = ps.Config(device="strict", chunk_size="18KiB", device_memory=device_memory, host_memory="8MiB")
     return engine_of(build, config, page_bytes=PAGE_BYTES)
 
@@ -49,7 +48,7 @@ def batch() -> tuple[torch.Tensor]:
     return (toys.inputs(1, width=WIDTH, rows=32)[0][0].to("strict"),)
 
 
-def train(engine: Engine, steps: int) -> None:
+def train(engine: ps.Engine, steps: int) -> None:
     """Train without a wait for the device."""
     for _ in range(steps):
         run_step(engine, batch())

@@ -16,7 +16,6 @@ from speculation_cases import EVENTS, LAYERS, backward, build, clip, clip_nothin
 
 import patrickstar as ps
 from patrickstar import testing
-from patrickstar._engine.engine import Engine
 from patrickstar._step.disk_speculation import DiskSpeculation
 from patrickstar._step.host_speculation import HostSpeculation
 from patrickstar._step.streamed_update import THREADS
@@ -98,7 +97,7 @@ def test_no_order_of_events_changes_a_bit(seeds):
 
 
 @contextmanager
-def no_update_begins(engine: Engine) -> Iterator[None]:
+def no_update_begins(engine: ps.Engine) -> Iterator[None]:
     """Keep the worker threads of updates on the host busy until the step has decided which of them count."""
     updates = optimizer_step_of(engine).host_updates
     assert updates is not None and updates.streamed is not None

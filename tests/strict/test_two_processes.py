@@ -17,9 +17,7 @@ from sampling import draws
 from toys import train
 
 import patrickstar as ps
-from patrickstar import testing
 from patrickstar._distributed.process_group import World
-from patrickstar._engine.engine import Engine
 
 WITHIN_S = 600.0
 """Seconds after which a process hangs, also on a busy machine."""
@@ -49,11 +47,11 @@ def on_device(seeds: list[int], replicas: int = 1) -> None:
         expected = train(reference, data, max_norm=max_norm, **loop)
         strict_device.configure(seed=100 * seed + world.rank)
         torch.manual_seed(seed)
-        hooks = dict(poison=True, meter=testing.NoMeter(), evict_everything=draw.random() < 0.5)
-        engine = Engine(shape.build, config, world=world, mesh=mesh, **hooks)
+        hooks = dict(poison=True, meter=ps.testing.NoMeter(), evict_everything=draw.random() < 0.5)
+        engine = ps.Engine(shape.build, config, world=world, mesh=mesh, **hooks)
         found = train(engine, data, max_norm=max_norm, **loop)
-        testing.assert_same_bits(expected, found, "results")
-        testing.assert_same_bits(reference.state_dict(), engine.state_dict(), "parameters")
+        ps.testing.assert_same_bits(expected, found, "results")
+        ps.testing.assert_same_bits(reference.state_dict(), engine.state_dict(), "parameters")
         engine.close()
     dist.destroy_process_group()
 
@@ -108,11 +106,11 @@ def speculates(seeds: list[int]) -> None:
         expected = script(reference)
         strict_device.configure(seed=100 * seed + rank)
         torch.manual_seed(seed)
-        hooks = dict(poison=True, meter=testing.NoMeter(), evict_everything=draw.random() < 0.3)
+        hooks = dict(poison=True, meter=ps.testing.NoMeter(), evict_everything=draw.random() < 0.3)
         world = World(torch.device("strict", 0))  # closed with its last engine
-        with Engine(speculation_cases.build, config, world=world, **hooks) as engine:
-            testing.assert_same_bits(expected, script(engine), "results")
-            testing.assert_same_bits(reference.state_dict(), engine.state_dict(), "parameters")
+        with ps.Engine(speculation_cases.build, config, world=world, **hooks) as engine:
+            ps.testing.assert_same_bits(expected, script(engine), "results")
+            ps.testing.assert_same_bits(reference.state_dict(), engine.state_dict(), "parameters")
             speculated += engine.stats.total.speculated
             hits += engine.stats.total.speculation_hits
     assert 0 < hits < speculated, f"{hits} of {speculated} updates were confirmed"

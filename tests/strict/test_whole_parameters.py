@@ -11,8 +11,6 @@ from toys import train
 from whole_parameter_cases import MUON, Model
 
 import patrickstar as ps
-from patrickstar import testing
-from patrickstar.errors import BudgetError
 
 UPDATE_BYTES = 240_000
 """Device memory that an update of the largest matrix needs."""
@@ -40,7 +38,7 @@ def run_schedule(seed: int, directory) -> set[str]:
     expected = train(reference, batches, **loop)
     strict_device.configure(seed=seed)
     with small_engine(Model, config, evict_everything=choice.random() < 0.3) as engine:
-        testing.assert_same_bits(expected, train(engine, batches, **loop), f"schedule {seed}: losses and norms")
+        ps.testing.assert_same_bits(expected, train(engine, batches, **loop), f"schedule {seed}: losses and norms")
         assert_same_model(reference, engine, f"schedule {seed}: ")
         return {param.optimizer_tier for param in engine.inspect().parameters if len(param.shape) == 2}
 
@@ -51,7 +49,7 @@ def test_no_schedule_changes_results(seeds, tmp_path):
     for seed in seeds:
         try:
             tiers |= run_schedule(seed, tmp_path)
-        except BudgetError as error:  # accumulated gradients may need more
+        except ps.errors.BudgetError as error:  # accumulated gradients may need more
             refused.append(f"seed {seed}: {error}")
     assert len(refused) <= 1, "\n".join(refused)
     assert len(tiers) > 1, f"all on the tier {tiers}"
