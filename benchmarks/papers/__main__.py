@@ -10,34 +10,28 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from report import HERE, RESULTS, table
+from report import HERE, publish_text, table
 
 from papers import angel_ptm, patrickstar_editions, zero_offload
+from papers.figures import Section
 
-INTRO = """# papers
 
-Figures that the papers of PatrickStar (arXiv 2108.05818), ZeRO-Offload (arXiv 2101.06840) and Angel-PTM (arXiv
-2303.02868) print, and ours for the same machine, with the error relative to the published ones. Machine specs cite the
-source of each rate: three of one machine are fitted to a chart of PatrickStar ([published](published.md)), none to the
-papers. Values that only a picture shows were not read. The last section has what is not compared, and why.
+def sections() -> dict[str, Section]:
+    """Return the sections of the page, by their names in its text."""
+    return patrickstar_editions.sections() | zero_offload.sections() | angel_ptm.sections()
 
-- The *estimate* is that of `patrickstar plan`: a linear program for all GPUs, which share host memory and links, with
-  full overlap, products at the rate of large ones, recomputation, and nothing else that takes time. It says what this
-  engine could reach at best, and does not simulate the other systems: where it is far above a published figure, that
-  system waits for something, or its operators are slower.
-- The *dry run* is this engine with clipped gradients and the operators that transformers' models execute.
-- The *original policy* is a simulation of PatrickStar itself (`patrickstar_v043/simulation.py`).
-"""
+
+def without_comparison() -> list[dict[str, str]]:
+    """Return the figures that are not compared, with their reasons."""
+    with (HERE / "reference" / "papers_without_comparison.csv").open() as file:
+        return list(csv.DictReader(file))
 
 
 def main() -> None:
     """Print the page and write it."""
-    sections = [section for paper in (patrickstar_editions, zero_offload, angel_ptm) for section in paper.sections()]
-    with (HERE / "reference" / "papers_without_comparison.csv").open() as file:
-        reasons = f"## Without a comparison\n\n{table(list(csv.DictReader(file)))}\n"
-    text = "\n".join([INTRO, *(section.text() for section in sections), reasons])
-    print(text)
-    (RESULTS / "papers-cpu.md").write_text(text)
+    tables = {name: section.table() for name, section in sections().items()}
+    reasons = table(without_comparison())
+    publish_text("papers-cpu", **tables, peak_tflops=angel_ptm.PEAK_TFLOPS, without_comparison=reasons)
 
 
 if __name__ == "__main__":
