@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from fresh_processes import apart, resident_peak_bytes
+from gpu_stages.shapes import materialize, pattern
 from report import options, publish
 from steps import NO_DROPOUT, gpt, train_step
 
@@ -25,6 +26,7 @@ from patrickstar._dry_run.machine_profile import measure_disk
 from patrickstar._engine.engine import Engine
 from patrickstar._layout.byte_size import format_size
 from patrickstar._schedule.prefetch import AggressivePrefetch, DemandFetch
+from patrickstar.integrations.transformers._model_builder import parameters_on_meta
 from patrickstar.testing import ReferenceTrainer
 
 LEARNING_RATE = 1e-4
@@ -47,15 +49,6 @@ DEFAULTS = dict.fromkeys(NO_DROPOUT, 0.1) | {"activation_function": "gelu_new"}
 """Those of transformers."""
 
 
-def value_of(model: torch.nn.Module, name: str) -> torch.Tensor:
-    """Return the initial value of one parameter, the same in every process."""
-    param = dict(model.named_parameters())[name]
-    if param.dim() < 2:
-        return torch.ones(param.shape) if name.endswith("weight") else torch.zeros(param.shape)
-    generator = torch.Generator().manual_seed(sum(name.encode()))
-    return torch.empty(param.shape).normal_(std=0.02, generator=generator)
-
-
 def run(
     directory: Path,
     side: str,
@@ -71,16 +64,14 @@ def run(
     """Train in this process and return the measurements. `side`: "plain", "memory", "disk", "ahead" or "demand"."""
     libraries = resident_peak_bytes()
     torch.manual_seed(0)
-    with torch.device("cpu" if side == "plain" else "meta"):
+    with parameters_on_meta():
         built = gpt("gpt2-124m", checkpointing, **DEFAULTS, **SHAPES[model])
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, built.config.vocab_size, (batch, SEQUENCE), generator=generator)
     if side == "plain":
-        with torch.no_grad():
-            for name, param in built.named_parameters():
-                param.copy_(value_of(built, name))
         fused = partial(torch.optim.AdamW, lr=LEARNING_RATE, fused=True)
-        trainer = ReferenceTrainer(built, ps.Config(device="cpu", optimizer=fused))
+        config = ps.Config(device="cpu", optimizer=fused)
+        trainer = ReferenceTrainer(materialize(built, torch.device("cpu")), config)
     else:
         config = ps.Config(
             device="cpu",
@@ -90,7 +81,7 @@ def run(
             optimizer=ps.AdamW(lr=LEARNING_RATE, weight_decay=0.01),
         )
         policy = {"ahead": AggressivePrefetch, "demand": DemandFetch}.get(side)
-        trainer = Engine(built, config, weights=partial(value_of, built), prefetch_policy=policy)
+        trainer = Engine(built, config, weights=partial(pattern, built), prefetch_policy=policy)
     seconds, losses, all_stats = [], [], []
     update = {"update": True} if max_norm is None and side != "plain" else {}
     for _ in range(steps):

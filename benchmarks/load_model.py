@@ -19,12 +19,10 @@ from report import options, publish
 from transformers import AutoModelForCausalLM
 
 import patrickstar as ps
-from patrickstar._checkpoint.safetensors_file import SafetensorsFile, TensorEntry
 from patrickstar._layout.byte_size import format_size
 from patrickstar._models.presets import PRESETS
 from patrickstar.integrations.transformers import from_pretrained
-from patrickstar.integrations.transformers._model_builder import build_model, parameters_on_meta
-from patrickstar.integrations.transformers._model_folder import tensors_of
+from patrickstar.integrations.transformers._model_folder import TensorInFile, tensors_of
 
 SLACK_BYTES = 300 * 1000**2
 OPTIMIZERS = {"SGD": ps.SGD(lr=1e-3), "AdamW": ps.AdamW()}
@@ -32,33 +30,23 @@ METHODS = [("transformers, then initialize", "SGD"), ("direct to chunks", "SGD")
 
 
 def write_folder(folder: Path, preset: str) -> None:
-    """Write a model with random weights without ever holding it in memory."""
-    folder.mkdir()
-    config = PRESETS[preset].config()
-    with parameters_on_meta():
-        model = build_model(config, AutoModelForCausalLM)
-    entries = [TensorEntry(name, torch.bfloat16, tuple(param.shape)) for name, param in model.named_parameters()]
-    file = SafetensorsFile(folder / "model.safetensors", entries, {"format": "pt"})
-    for entry in entries:
-        for rows in torch.empty(entry.shape, device="meta").split(4096):
-            file.write(torch.randn(rows.shape).mul_(0.02).to(torch.bfloat16))
-    file.close()
-    config.architectures, config.dtype = [type(model).__name__], "bfloat16"
-    config.to_json_file(folder / "config.json")
+    """Write a model with random weights."""
+    model = AutoModelForCausalLM.from_config(PRESETS[preset].config(), dtype=torch.bfloat16)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.normal_(std=0.02)
+    model.save_pretrained(folder)
 
 
 def same_bytes(source: Path, target: Path) -> bool:
+    def bits(entry: TensorInFile) -> torch.Tensor:
+        values = torch.empty(entry.numel, dtype=torch.bfloat16)
+        entry.read_into(values, 0)
+        return values.view(torch.int16)
+
     expected, actual = tensors_of(source), tensors_of(target)
     shapes = [{key: (entry.dtype, entry.shape) for key, entry in each.items()} for each in (expected, actual)]
-    if shapes[0] != shapes[1]:
-        return False
-    for key, entry in expected.items():
-        values = torch.empty(2, entry.numel, dtype=torch.bfloat16)
-        entry.read_into(values[0], 0)
-        actual[key].read_into(values[1], 0)
-        if not torch.equal(*values.view(torch.int16)):
-            return False
-    return True
+    return shapes[0] == shapes[1] and all(torch.equal(bits(expected[key]), bits(actual[key])) for key in expected)
 
 
 def run(source: Path, method: str, optimizer: str) -> dict[str, Any]:
