@@ -10,30 +10,26 @@ is that of the runs with a budget of two groups.
 import argparse
 import os
 import socket
-import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
-from pathlib import Path
 from statistics import mean, median
 from typing import Any
 from unittest import mock
 
+import psutil
 import torch
 import torch.distributed as dist
 from report import options, publish
-from steps import Plain, gpt, ratio_cells, tokens, train_step
+from steps import Plain, gpt, ratio_cells, seconds_of, tokens, train_step
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import patrickstar as ps
 from patrickstar._distributed.process_group import World
-from patrickstar._engine.param_init import make_layout, param_specs
 from patrickstar._layout.byte_size import parse_size
-from patrickstar._layout.shard_group import ShardGroup
 from patrickstar._tiers.chunk import Chunk
 from patrickstar._tiers.device_tier import DeviceTier
 from patrickstar.testing import NoMeter
@@ -45,11 +41,7 @@ Timed = tuple[float, int]
 
 def loopback_bytes() -> int:
     """Return the bytes that the loopback device has sent since boot."""
-    for line in Path("/proc/net/dev").read_text().splitlines():
-        name, _, numbers = line.partition(":")
-        if name.strip() == "lo":
-            return int(numbers.split()[8])
-    raise SystemExit("this machine has no loopback device")
+    return psutil.net_io_counters(pernic=True)["lo"].bytes_sent
 
 
 def barrier() -> None:
@@ -65,12 +57,8 @@ def engine_of(given: argparse.Namespace, tight: bool) -> ps.Engine:
     if not tight:
         return ps.Engine(build, config, world=world)
     config = config.model_copy(update={"chunk_size": parse_size(given.chunk_size)})
-    model = build()
-    specs = param_specs(model, model, config)
-    if world.size > 1:
-        group = ShardGroup.of(world.rank, [range(world.size)])
-        specs = [replace(spec, group=group) for spec in specs]
-    largest = max(chunk.compute_bytes for chunk in make_layout(specs, config, 1 << 40).chunks)
+    with ps.Engine(build, config, world=world) as roomy:
+        largest = max(chunk.compute_bytes for chunk in roomy.layout.chunks)
     config = config.model_copy(update={"device_memory": 2 * largest})
     return ps.Engine(build, config, meter=NoMeter(), world=world)
 
@@ -105,10 +93,9 @@ def fsdp_of(given: argparse.Namespace) -> Plain:
 def timed(trainer: Any, ids: torch.Tensor) -> Timed:
     """Train a step; return its seconds and the bytes on the loopback device."""
     barrier()
-    wire, start = loopback_bytes(), time.perf_counter()
-    train_step(trainer, ids).item()
-    barrier()
-    return time.perf_counter() - start, loopback_bytes() - wire
+    wire = loopback_bytes()
+    seconds = seconds_of(lambda: (train_step(trainer, ids).item(), barrier()))
+    return seconds, loopback_bytes() - wire
 
 
 def time_pairs(fsdp: Plain, engine: ps.Engine, ids: torch.Tensor, rounds: int) -> list[tuple[Timed, Timed]]:
@@ -137,12 +124,11 @@ def worker(given: argparse.Namespace, size: int, rank: int) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for name in BUDGETS:
         engine = engine_of(given, name == "tight")
-        layout = engine.layout
         for _ in range(3):
             timed(engine, ids)
         with metered(engine) as held_bytes:
             _, wire = timed(engine, ids)
-        last = engine.stats.last
+        last, layout = engine.stats.last, engine.layout
         results[name] = {
             "gathered": last.gathered_bytes,
             "reduced": last.reduced_bytes,

@@ -57,22 +57,14 @@ def loss_of(model: Any, batch: Batch) -> torch.Tensor:
 
 
 class Loop(TrainerCallback):
-    """The engine's own loop, a step of which follows each step of the library's.
+    """The engine's own loop, a step of which follows each step of the library's; `fused`: with TRL's loss."""
 
-    Args:
-        options: Those of the command line.
-        groups: Parameter groups.
-        fused: Compute TRL's loss.
-        batches: Batches of the steps, for trainers with callbacks.
-    """
-
-    def __init__(
-        self, options: argparse.Namespace, groups: Any = None, fused: bool = False, batches: list[Batch] | None = None
-    ) -> None:
+    def __init__(self, options: argparse.Namespace, groups: Any = None, fused: bool = False) -> None:
         config = ps.Config(device=options.device, optimizer=ps.AdamW(lr=1e-4, param_groups=groups))
         self.engine, self.optimizer = ps.initialize(build(options.model, fused), config)
         self.schedule = LambdaLR(self.optimizer, lambda step: 1.0)
-        self.fused, self.batches = fused, batches
+        self.fused = fused
+        self.batches: list[Batch] = []  # of the steps, for trainers with callbacks
         self.pairs: list[tuple[float, float]] = []
         self.losses: list[float] = []
         self.start = time.perf_counter()
@@ -100,7 +92,6 @@ class Loop(TrainerCallback):
         return self.losses[-1]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        assert self.batches is not None
         self.follow(self.batches[state.global_step - 1])
 
 
@@ -127,8 +118,11 @@ def arguments(options: argparse.Namespace) -> dict[str, Any]:
     )
 
 
-def train(trainer: Trainer, loop: Loop) -> Loop:
+def train(trainer: Trainer, batches: list[Batch], options: argparse.Namespace, fused: bool = False) -> Loop:
     """Train both, and check that their losses are the same bits."""
+    trainer.create_optimizer()
+    loop = Loop(options, trainer._param_groups, fused)
+    loop.batches = batches
     trainer.add_callback(loop)
     trainer.train()
     logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -139,11 +133,10 @@ def train(trainer: Trainer, loop: Loop) -> Loop:
 
 def run_trainer(options: argparse.Namespace) -> Loop:
     data = examples(options)
-    batches = list(DataLoader(data, batch_size=options.batch))
+    batches = list(DataLoader(data, options.batch))
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(build(options.model), TrainingArguments(folder, **arguments(options)), train_dataset=data)
-        trainer.create_optimizer()
-        return train(trainer, Loop(options, trainer._param_groups, batches=batches))
+        return train(trainer, batches, options)
 
 
 def run_trl(options: argparse.Namespace) -> Loop:
@@ -157,11 +150,9 @@ def run_trl(options: argparse.Namespace) -> Loop:
             train_dataset=Dataset.from_dict({"input_ids": ids}),
             processing_class=PreTrainedTokenizerFast(tokenizer_object=words, pad_token=PAD, eos_token=PAD),
         )
-        trainer.create_optimizer()
         rows = [{"input_ids": row} for row in ids]
-        starts = range(0, len(rows), options.batch)
-        batches = [trainer.data_collator(rows[start : start + options.batch]) for start in starts]
-        return train(trainer, Loop(options, trainer._param_groups, fused=True, batches=batches))
+        batches = list(DataLoader(rows, options.batch, collate_fn=trainer.data_collator))
+        return train(trainer, batches, options, fused=True)
 
 
 def run_accelerate(options: argparse.Namespace) -> Loop:
