@@ -21,7 +21,7 @@ import lightning
 import torch
 from datasets import Dataset
 from report import options, publish
-from steps import NO_DROPOUT, gpt, ratio_cells, tokens
+from steps import gpt, ratio_cells, tokens
 from tokenizers import Tokenizer, models
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
@@ -41,10 +41,9 @@ Batch = dict[str, torch.Tensor]
 
 
 def build(name: str, fused: bool = False) -> PreTrainedModel:
-    """Build the model of both loops. They share one random generator, so it has no dropout."""
+    """Build the model of both loops. They share one random generator; no preset has dropout."""
     torch.manual_seed(0)
-    model = gpt(name, **NO_DROPOUT)
-    model.loss_type = "ForCausalLM"
+    model = gpt(name)
     if fused:
         add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
     return model
