@@ -1,6 +1,7 @@
 """Command line and output of the benchmarks: options, tables with the machine's name, files of results/."""
 
 import argparse
+import csv
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import date
 from pathlib import Path
@@ -65,6 +66,12 @@ def read(name: str) -> tuple[str, list[dict[str, str]]]:
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
     assert len(lines) > 2, f"{name} contains no table"
     return text, [dict(zip(lines[0], line, strict=True)) for line in lines[2:]]
+
+
+def reference(name: str) -> list[dict[str, str]]:
+    """Return the rows of reference/NAME.csv; lines that begin with # are comments."""
+    lines = (HERE / "reference" / f"{name}.csv").read_text().splitlines()
+    return list(csv.DictReader(line for line in lines if line[:1] != "#"))
 
 
 def publish_text(name: str, **values: Any) -> None:

@@ -4,13 +4,12 @@ python benchmarks/papers
 Nothing is measured. Writes results/papers-cpu.md; seven dry runs take some minutes.
 """
 
-import csv
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from report import HERE, publish_text, table
+from report import publish_text, reference, table
 
 from papers import angel_ptm, patrickstar_editions, zero_offload
 from papers.figures import Section
@@ -21,16 +20,10 @@ def sections() -> dict[str, Section]:
     return patrickstar_editions.sections() | zero_offload.sections() | angel_ptm.sections()
 
 
-def without_comparison() -> list[dict[str, str]]:
-    """Return the figures that are not compared, with their reasons."""
-    with (HERE / "reference" / "papers_without_comparison.csv").open() as file:
-        return list(csv.DictReader(file))
-
-
 def main() -> None:
     """Print the page and write it."""
     tables = {name: section.table() for name, section in sections().items()}
-    reasons = table(without_comparison())
+    reasons = table(reference("papers_without_comparison"))
     publish_text("papers-cpu", **tables, peak_tflops=angel_ptm.PEAK_TFLOPS, without_comparison=reasons)
 
 

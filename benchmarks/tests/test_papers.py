@@ -2,9 +2,9 @@
 
 import re
 
-from papers.__main__ import sections, without_comparison
+from papers.__main__ import sections
 from papers.figures import Figure, Section
-from report import HERE
+from report import HERE, reference
 
 SOURCE = re.compile(
     r"(Table|Figures?|section|pull request) \d|abstract|background|offload strategy|evaluation|chart of"
@@ -13,7 +13,7 @@ SOURCE = re.compile(
 
 def test_every_published_figure_has_a_source_and_a_row_of_the_results():
     figures = [figure for section in sections().values() for figure in section.figures if figure is not None]
-    rows = without_comparison()
+    rows = reference("papers_without_comparison")
     assert len(figures) > 100 and all(SOURCE.search(figure.source) for figure in figures)
     assert len(rows) > 10 and all(SOURCE.search(row["source"]) and row["published"] and row["reason"] for row in rows)
     page = (HERE / "results" / "papers-cpu.md").read_text()
