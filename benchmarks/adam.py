@@ -17,7 +17,7 @@ from statistics import median
 
 import torch
 from fresh_processes import growth
-from report import options, publish
+from report import filled, options, publish
 from steps import alternating, in_threads, ratio_of, seconds_of
 
 from patrickstar._dry_run.machine_profile import benchmark_span
@@ -150,25 +150,10 @@ def main() -> None:
     kernel = CppBackend.find()
     publish(
         "adam",
-        f"One AdamW update, {kernel.name if kernel else ''}: read the bf16 gradient, read and write fp32 master and "
-        f"moments, write the bf16 parameter: {BYTES_PER_PARAM} bytes per parameter, the physical minimum. A copy "
-        f"counts 2 bytes per byte copied. With write allocation, where the CPU first reads the memory it overwrites, 3 "
-        f"bytes cross the bus, so an update, which reads everything it writes, can be faster than a copy. PyTorch's "
-        f"`copy_` and the C library's `memmove`, which avoids write allocation, are both measured; the share is "
-        f"relative to the faster one. Ratios are times of other implementations / ours. The others upcast, run an fp32 "
-        f"step and downcast: 46 bytes per parameter with write allocation. If both sides run at memory bandwidth, the "
-        f"ratio is 46 / 28 = 1.64. Goals: share at least 0.9, fused at least 1.6, plain (`foreach=False, fused=False`) "
-        f"at least 8, DeepSpeed at least 1.6. Out of place: the same update into other memory, with non-temporal "
-        f"stores, so its minimum is {BYTES_PER_PARAM} bytes too. Added: rise of resident memory during an update.",
+        filled("adam", kernel=kernel.name if kernel else "", nbytes=BYTES_PER_PARAM),
         [update for update, _ in rows],
     )
-    publish(
-        "grad_stats",
-        "Gradient statistics: one pass over bf16 gradients for their norm (squares summed in fp64, in a fixed order) "
-        "and for non-finite values, which reads 2 bytes per parameter. The physical limit is the read bandwidth, "
-        "measured in the same process. Goal: share at least 0.9.",
-        [grad_stats for _, grad_stats in rows],
-    )
+    publish("grad_stats", filled("grad_stats"), [grad_stats for _, grad_stats in rows])
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from unittest import mock
 import psutil
 import torch
 import torch.distributed as dist
-from report import options, publish
+from report import filled, options, publish
 from steps import Plain, gpt, ratio_cells, seconds_of, tokens, train_step
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -206,29 +206,11 @@ def main() -> None:
             sent_numel = results[0]["room"]["parameters"] * (size - 1)
             seconds.append({"p": str(size)} | pair_cells(results[0]["pairs"], sent_numel))
     shape = f"{given.model}, bf16, {given.batch} x {given.sequence} tokens per process and step, gloo"
-    publish(
-        "data_parallel_memory",
-        f"{shape}. Bytes of model data per process, for M parameters on p processes: the shard of a process, and the "
-        f"peak on its host and device together, relative to the limit of 14 M/p + two groups + padding. With the whole "
-        f"machine as budget, groups stay gathered and optimizer states may be placed on the device.",
-        memory,
-    )
+    publish("data_parallel_memory", filled("data_parallel_memory", shape=shape), memory)
     if wire:
-        publish(
-            "data_parallel_wire",
-            f"{shape}. Bytes that a process sends per step. The limit without padding is 6 (p-1)/p M if nothing stays "
-            f"gathered (two all-gathers and a reduce-scatter in 16 bit) and 4 (p-1)/p M if everything stays gathered "
-            f"from forward to backward. Broadcast-based schemes send 10 (p-1)/p M. The embedding is tied to the head, "
-            f"so it is used at both ends of forward; with memory for two groups it is gathered again.",
-            wire,
-        )
+        publish("data_parallel_wire", filled("data_parallel_wire", shape=shape), wire)
     if seconds:
-        publish(
-            "data_parallel_time",
-            f"{shape}. Seconds per step if everything fits, alternating with FSDP2 (`fully_shard`) in the same "
-            f"processes. Bytes are those of the loopback device, divided by (p-1)/p M.",
-            seconds,
-        )
+        publish("data_parallel_time", filled("data_parallel_time", shape=shape), seconds)
 
 
 if __name__ == "__main__":

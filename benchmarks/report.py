@@ -56,7 +56,7 @@ def table(rows: Sequence[Row], columns: Sequence[str] = ()) -> str:
 def publish(name: str, intro: str, rows: Sequence[Row], columns: Sequence[str] = (), device: str = "cpu") -> None:
     """Print a table and write it to results/NAME-DEVICE.md, with the machine's name."""
     machine = f"{machine_name(torch.device(device))}; PyTorch {torch.__version__}; {date.today()}"
-    text = f"{intro}\n\nMachine: {machine}.\n\n{table(rows, columns)}\n"
+    text = f"{intro.strip()}\n\nMachine: {machine}.\n\n{table(rows, columns)}\n"
     _write(f"{name}-{torch.device(device).type}", f"# {name}\n\n{text}", text)
 
 
