@@ -13,6 +13,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from gpu_stages.peers import FUSED
 from report import filled, options, publish
 from steps import alternating, gpt, ratio_cells, tokens, train_step
 
@@ -20,24 +21,17 @@ import patrickstar as ps
 from patrickstar.testing import ReferenceTrainer
 
 
-def seeded(make: Callable[[], Any]) -> Any:
+def seeded(make: Callable[..., Any], *args: Any) -> Any:
     torch.manual_seed(0)
-    return make()
+    return make(*args)
 
 
 def run(checkpointing: bool, given: argparse.Namespace) -> dict[str, str]:
     build = partial(gpt, given.model, checkpointing)
     config = ps.Config(device="cpu", precision=given.precision)
-    adamw = {"lr": config.optimizer.lr, "weight_decay": config.optimizer.weight_decay}
-    fused = ps.Config(
-        device="cpu", precision=given.precision, optimizer=partial(torch.optim.AdamW, fused=True, **adamw)
-    )
-    makers = (
-        partial(ReferenceTrainer, build, config),
-        partial(ReferenceTrainer, build, fused),
-        partial(ps.Engine, build, config),
-    )
-    reference, plain, engine = (seeded(make) for make in makers)
+    fused = ps.Config(device="cpu", precision=given.precision, optimizer=FUSED)
+    makers = (ReferenceTrainer, config), (ReferenceTrainer, fused), (ps.Engine, config)
+    reference, plain, engine = (seeded(make, build, config) for make, config in makers)
     ids = tokens(given.model, given.batch, given.sequence)
     for _ in range(3):  # warm-up, trace, and the first planned step
         expected, loss, _ = (train_step(each, ids).item() for each in (reference, engine, plain))
