@@ -11,7 +11,6 @@ folder must contain the same bytes as the original.
 import tempfile
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from fresh_processes import apart, growth, resident_bytes
@@ -49,8 +48,8 @@ def same_bytes(source: Path, target: Path) -> bool:
     return shapes[0] == shapes[1] and all(torch.equal(bits(expected[key]), bits(actual[key])) for key in expected)
 
 
-def run(source: Path, method: str, optimizer: str) -> dict[str, Any]:
-    """Load, save and compare in this process."""
+def run(source: Path, method: str, optimizer: str) -> dict[str, str]:
+    """Load, save and compare in this process; return a row."""
     target, config = source.with_name("out"), ps.Config(device="cpu", optimizer=OPTIMIZERS[optimizer])
     libraries, made = resident_bytes("VmRSS"), []
 
@@ -62,15 +61,22 @@ def run(source: Path, method: str, optimizer: str) -> dict[str, Any]:
 
     load_s, peak = growth(load)
     save_s, save_peak = growth(partial(made[0].save_pretrained, target, dtype="bf16"))
+    chunks = made[0].layout.model_data_bytes
     return {
-        "libraries": libraries,
-        "peak": peak,
-        "chunks": made[0].layout.model_data_bytes,
-        "load_s": load_s,
-        "save_s": save_s,
-        "save_peak": save_peak,
-        "same": same_bytes(source, target),
+        "method, optimizer": f"{method}, {optimizer}",
+        "chunks": format_size(chunks),
+        "peak RSS of limit": f"{format_size(peak)} of {format_size(chunks + max(sizes_of(source)) + SLACK_BYTES)}",
+        "libraries": format_size(libraries),
+        "load": f"{load_s:.1f} s",
+        "save": f"{save_s:.1f} s",
+        "extra RSS in save": format_size(save_peak),
+        "bit-identical after save": "yes" if same_bytes(source, target) else "no",
     }
+
+
+def sizes_of(folder: Path) -> list[int]:
+    """Return the bytes of the tensors of a folder in bf16."""
+    return [2 * entry.numel for entry in tensors_of(folder).values()]
 
 
 def main() -> None:
@@ -80,21 +86,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory(dir=given.directory) as scratch:
             folder = Path(scratch) / "in"
             write_folder(folder, given.model)
-            sizes = [2 * entry.numel for entry in tensors_of(folder).values()]
-            result = apart(run, folder, method, optimizer)
-        limit = result["chunks"] + max(sizes) + SLACK_BYTES
-        rows.append(
-            {
-                "method, optimizer": f"{method}, {optimizer}",
-                "chunks": format_size(result["chunks"]),
-                "peak RSS of limit": f"{format_size(result['peak'])} of {format_size(limit)}",
-                "libraries": format_size(result["libraries"]),
-                "load": f"{result['load_s']:.1f} s",
-                "save": f"{result['save_s']:.1f} s",
-                "extra RSS in save": format_size(result["save_peak"]),
-                "bit-identical after save": "yes" if result["same"] else "no",
-            }
-        )
+            sizes = sizes_of(folder)
+            rows.append(apart(run, folder, method, optimizer))
     publish(
         "load_model",
         f"{given.model} in bf16, a safetensors folder of {format_size(sum(sizes))} with a largest tensor of "
