@@ -57,9 +57,7 @@ PICTURE = Path(__file__).parents[1] / "docs" / "staleness.svg"
 def write_log(path: Path, pages: dict[str, Any], steps: int) -> None:
     """Write the log of a run in which each interval updates the next pages, so that `SWEEP_STEPS` sweep all."""
     header = {"format": FORMAT, "after_step": AFTER - 1, "after": AFTER, "gradient_dtype": "fp32", "chunks": pages}
-    numels = {chunk: max(first + numel for _, first, numel in page["params"]) for chunk, page in pages.items()}
-    counts = {chunk: -(-numel // pages[chunk]["page_numel"]) for chunk, numel in numels.items()}
-    order = [(int(chunk), number) for chunk in reversed(pages) for number in range(counts[chunk])]
+    order = [(int(chunk), number) for chunk in reversed(pages) for number in range(_count(pages[chunk]))]
     used = dict.fromkeys(order, AFTER - 1)
 
     def lines() -> Iterator[dict[str, Any]]:
@@ -71,6 +69,12 @@ def write_log(path: Path, pages: dict[str, Any], steps: int) -> None:
             used.update(dict.fromkeys(due, step - 1))
 
     path.write_text("".join(json.dumps(line) + "\n" for line in (header, *lines())))
+
+
+def _count(chunk: dict[str, Any]) -> int:
+    """Return the number of pages of a chunk."""
+    numel = max(first + numel for _, first, numel in chunk["params"])
+    return -(-numel // chunk["page_numel"])
 
 
 def engine_of(model: str, update: ps.Delayed | ps.LockFree | None, seed: int, optimizer: ps.Optimizer) -> ps.Engine:
