@@ -13,6 +13,7 @@ import socket
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
 from statistics import mean, median
@@ -29,7 +30,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import patrickstar as ps
 from patrickstar._distributed.process_group import World
+from patrickstar._engine.param_init import make_layout, param_specs
 from patrickstar._layout.byte_size import parse_size
+from patrickstar._layout.shard_group import ShardGroup
 from patrickstar._tiers.chunk import Chunk
 from patrickstar._tiers.device_tier import DeviceTier
 from patrickstar.testing import NoMeter
@@ -57,8 +60,12 @@ def engine_of(given: argparse.Namespace, tight: bool) -> ps.Engine:
     if not tight:
         return ps.Engine(build, config, world=world)
     config = config.model_copy(update={"chunk_size": parse_size(given.chunk_size)})
-    with ps.Engine(build, config, world=world) as roomy:
-        largest = max(chunk.compute_bytes for chunk in roomy.layout.chunks)
+    model = build()
+    specs = param_specs(model, model, config)
+    if world.size > 1:
+        group = ShardGroup.of(world.rank, [range(world.size)])
+        specs = [replace(spec, group=group) for spec in specs]
+    largest = max(chunk.compute_bytes for chunk in make_layout(specs, config, 1 << 40).chunks)
     config = config.model_copy(update={"device_memory": 2 * largest})
     return ps.Engine(build, config, meter=NoMeter(), world=world)
 
