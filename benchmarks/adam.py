@@ -11,126 +11,85 @@ moments. Each ratio is the median over rounds of two adjacent times. DeepSpeed's
 import argparse
 import ctypes
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from statistics import median
 
 import torch
-from report import options, publish
+from fresh_processes import growth
+from report import filled, options, publish
 from steps import alternating, in_threads, ratio_of, seconds_of
 
-from patrickstar._hardware.memory_meter import ResidentMeter
-from patrickstar._kernels.adam import AdamRule
+from patrickstar._dry_run.machine_profile import benchmark_span
 from patrickstar._kernels.averaged import AveragedRule
 from patrickstar._kernels.cpp_backend import CppBackend
 from patrickstar._kernels.dispatch import Kernels
-from patrickstar._kernels.update_rule import Gradient, Span
 
 BYTES_PER_PARAM, AVERAGE_BYTES = 28, 8
 """Bytes per parameter that an AdamW update moves, and that a moving average adds."""
-LR, BETAS, EPS, DECAY = 1e-3, (0.9, 0.999), 1e-8, 0.01
 MEMMOVE = ctypes.CDLL(None).memmove
 MEMMOVE.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
 
-class Work:
-    """Tensors of one update and all implementations of it."""
+def memmove(target: torch.Tensor, source: torch.Tensor, threads: int) -> None:
+    """Copy with the C library, whose large copies bypass the caches, in a number of threads."""
+    share = source.nbytes // threads
+    starts = [(target.data_ptr() + n * share, source.data_ptr() + n * share) for n in range(threads)]
+    in_threads(partial(MEMMOVE, *start, share) for start in starts)
 
-    def __init__(self, numel: int, threads: int) -> None:
-        self.numel, self.threads = numel, threads
-        self.param16 = torch.full((numel,), 0.01, dtype=torch.bfloat16)
-        self.master = torch.nn.Parameter(torch.randn(numel))
-        self.grad = torch.zeros(numel)
-        self.moments = (torch.zeros(numel), torch.full((numel,), 1e-4))
-        self.param_elsewhere = torch.zeros_like(self.param16)
-        self.elsewhere = tuple(torch.zeros(numel) for _ in range(1 + len(self.moments)))
-        kernel = CppBackend.find(threads=threads)
-        assert kernel is not None, "this installation has no C++ kernel; see `patrickstar doctor`"
-        self.kernel = kernel
-        self.step = 0
-        self.fused = torch.optim.AdamW([self.master], LR, BETAS, EPS, DECAY, fused=True)
-        self.plain = torch.optim.AdamW([self.master], LR, BETAS, EPS, DECAY, foreach=False, fused=False)
-        for optimizer in (self.fused, self.plain):
-            state = {"step": torch.tensor(1.0), "exp_avg": self.moments[0], "exp_avg_sq": self.moments[1]}
-            optimizer.state[self.master].update(state)
-        self.deepspeed = deepspeed_adam(self.master)
 
-    def ours(self) -> None:
-        self.update(self.param16)
+def implementations(numel: int, threads: int) -> dict[str, Callable[[], object]]:
+    """Return all implementations of one update, and what they are compared with, on the same tensors."""
+    kernel = CppBackend.find(threads=threads)
+    assert kernel is not None, "this installation has no C++ kernel; see `patrickstar doctor`"
+    span = benchmark_span(numel)
+    span.param.fill_(0.01)
+    span.states[1].fill_(1e-4)
+    master, grad, rule = torch.nn.Parameter(span.master.normal_()), torch.zeros(numel), span.rule
+    out = tuple(torch.zeros(numel) for _ in (span.master, *span.states))
+    elsewhere = replace(span, param=torch.zeros_like(span.param), out=out)
+    settings = {"betas": (rule.beta1, rule.beta2), "eps": rule.eps, "weight_decay": rule.weight_decay}
 
-    def out_of_place(self) -> None:
-        """Write the new parameter, master and moments to other memory."""
-        self.update(self.param_elsewhere, self.elsewhere)
-
-    def update(self, param: torch.Tensor, out: tuple[torch.Tensor, ...] | None = None) -> None:
-        self.step += 1
-        rule = AdamRule(LR, *BETAS, EPS, DECAY, decoupled=True, step=self.step)
+    def cast(optimizer: torch.optim.Optimizer) -> None:
+        """Do the same update by an fp32 optimizer, with an upcast gradient and a downcast parameter."""
+        master.grad = grad.copy_(span.param)
+        optimizer.step()
         with torch.no_grad():
-            span = Span(param, Gradient(self.param16), self.master.detach(), self.moments, rule, out)
-            self.kernel.update([span], ())
+            span.param.copy_(master)
 
-    def cast(self, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-        """Return the same update by an fp32 optimizer, with an upcast gradient and a downcast parameter."""
+    def torch_adamw(**kind: bool) -> Callable[[], None]:
+        optimizer = torch.optim.AdamW([master], rule.lr, **settings, **kind)
+        moments = dict(zip(("exp_avg", "exp_avg_sq"), span.states, strict=True))
+        optimizer.state[master].update(moments, step=torch.tensor(1.0))
+        return partial(cast, optimizer)
 
-        def run() -> None:
-            self.master.grad = self.grad.copy_(self.param16)
-            optimizer.step()
-            with torch.no_grad():
-                self.param16.copy_(self.master)
-
-        return run
-
-    def copy(self) -> None:
-        """Copy moments over gradients with PyTorch."""
-        self.grad.copy_(self.moments[0])
-
-    def memmove(self) -> None:
-        """Copy with the C library, whose large copies bypass the caches, in the same number of threads."""
-        share = self.numel * 4 // self.threads
-        starts = [
-            (self.grad.data_ptr() + n * share, self.moments[0].data_ptr() + n * share) for n in range(self.threads)
-        ]
-        in_threads(partial(MEMMOVE, *start, share) for start in starts)
-
-    def read(self) -> None:
-        self.kernel.read(self.moments[0][: self.numel // 2 * 2].view(torch.int64))
-
-    def grad_stats(self) -> None:
-        self.kernel.grad_stats([Gradient(self.param16)], ())
-
-
-def deepspeed_adam(master: torch.nn.Parameter) -> torch.optim.Optimizer | None:
-    """Return DeepSpeed's CPU Adam, compiled at its first use; None if it is not installed."""
+    found = {
+        "ours": partial(kernel.update, [span], ()),
+        "out_of_place": partial(kernel.update, [elsewhere], ()),
+        "copy": partial(grad.copy_, span.states[0]),
+        "memmove": partial(memmove, grad, span.states[0], threads),
+        "read": partial(kernel.read, span.states[0][: numel // 2 * 2].view(torch.int64)),
+        "grad_stats": partial(kernel.grad_stats, [span.grad], ()),
+        "fused": torch_adamw(fused=True),
+        "plain": torch_adamw(foreach=False, fused=False),
+    }
     try:
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
+        from deepspeed.ops.adam import DeepSpeedCPUAdam  # compiled at its first use
     except ImportError:
-        return None
-    return DeepSpeedCPUAdam([master], LR, betas=BETAS, eps=EPS, weight_decay=DECAY, adamw_mode=True)
-
-
-def added_bytes(action: Callable[[], None]) -> int:
-    """Return the peak rise of resident memory during an action."""
-    meter = ResidentMeter()
-    meter.reclaim()
-    meter.calibrate(0)
-    meter.restart()
-    action()
-    return max(0, meter.peak(0))
+        return found
+    return found | {"deepspeed": partial(cast, DeepSpeedCPUAdam([master], rule.lr, **settings, adamw_mode=True))}
 
 
 def measure(numel: int, threads: int, given: argparse.Namespace) -> tuple[dict[str, str], dict[str, str]]:
     """Return a row of the table of updates, and one of the table of gradient statistics."""
     torch.set_num_threads(threads)
-    work = Work(numel, threads)
-    names = ("ours", "out_of_place", "copy", "memmove", "read", "grad_stats")
-    sides = {name: getattr(work, name) for name in names} | {"fused": work.cast(work.fused)}
-    if work.deepspeed is not None:
-        sides["deepspeed"] = work.cast(work.deepspeed)
-    plain = work.cast(work.plain)
-    for action in (*sides.values(), work.ours):
+    sides = implementations(numel, threads)
+    for action in sides.values():
         action()
-    added = added_bytes(work.ours)
+    plain, ours = sides.pop("plain"), sides["ours"]
+    _, added = growth(ours)
     times = alternating(sides, given.rounds, warm_up=0)
-    slow = [seconds_of(plain) / seconds_of(work.ours) for _ in range(given.slow_rounds)]
+    slow = [seconds_of(plain) / seconds_of(ours) for _ in range(given.slow_rounds)]
 
     def speed(name: str, nbytes: float) -> str:
         return f"{median(nbytes * numel / seconds / 1e9 for seconds in times[name]):.1f}"
@@ -159,15 +118,10 @@ def measure(numel: int, threads: int, given: argparse.Namespace) -> tuple[dict[s
 
 def publish_average(numel: int, rounds: int) -> None:
     """Publish an update with and without a moving average of the parameters (ps.EMA)."""
-    param = torch.full((numel,), 0.01, dtype=torch.bfloat16)
-    master, exp_avg, exp_avg_sq, ema = (torch.full((numel,), 1e-3) for _ in range(4))
-    kernels = Kernels.best(torch.device("cpu"))
-    plain = AdamRule(LR, *BETAS, EPS, DECAY, decoupled=True, step=3)
-    cases = {
-        "AdamW": (plain, (exp_avg, exp_avg_sq), BYTES_PER_PARAM),
-        "AdamW and average": (AveragedRule(plain, 0.001), (exp_avg, exp_avg_sq, ema), BYTES_PER_PARAM + AVERAGE_BYTES),
-    }
-    spans = {name: Span(param, Gradient(param), master, states, rule) for name, (rule, states, _) in cases.items()}
+    plain, kernels = benchmark_span(numel), Kernels.best(torch.device("cpu"))
+    rule, states = AveragedRule(plain.rule, 0.001), (*plain.states, torch.zeros(numel))
+    spans = {"AdamW": plain, "AdamW and average": replace(plain, rule=rule, states=states)}
+    moved = dict(zip(spans, (BYTES_PER_PARAM, BYTES_PER_PARAM + AVERAGE_BYTES), strict=True))
     times = alternating({name: lambda span=span: kernels.update([span], ()) for name, span in spans.items()}, rounds)
     publish(
         "average",
@@ -181,7 +135,7 @@ def publish_average(numel: int, rounds: int) -> None:
                 "ratio": f"{ratio_of(times[name], times['AdamW']):.3f}",
                 "limit": f"{nbytes / BYTES_PER_PARAM:.3f}",
             }
-            for name, (_, _, nbytes) in cases.items()
+            for name, nbytes in moved.items()
         ],
     )
 
@@ -196,25 +150,10 @@ def main() -> None:
     kernel = CppBackend.find()
     publish(
         "adam",
-        f"One AdamW update, {kernel.name if kernel else ''}: read the bf16 gradient, read and write fp32 master and "
-        f"moments, write the bf16 parameter: {BYTES_PER_PARAM} bytes per parameter, the physical minimum. A copy "
-        f"counts 2 bytes per byte copied. With write allocation, where the CPU first reads the memory it overwrites, 3 "
-        f"bytes cross the bus, so an update, which reads everything it writes, can be faster than a copy. PyTorch's "
-        f"`copy_` and the C library's `memmove`, which avoids write allocation, are both measured; the share is "
-        f"relative to the faster one. Ratios are times of other implementations / ours. The others upcast, run an fp32 "
-        f"step and downcast: 46 bytes per parameter with write allocation. If both sides run at memory bandwidth, the "
-        f"ratio is 46 / 28 = 1.64. Goals: share at least 0.9, fused at least 1.6, plain (`foreach=False, fused=False`) "
-        f"at least 8, DeepSpeed at least 1.6. Out of place: the same update into other memory, with non-temporal "
-        f"stores, so its minimum is {BYTES_PER_PARAM} bytes too. Added: rise of resident memory during an update.",
+        filled("adam", kernel=kernel.name if kernel else "", nbytes=BYTES_PER_PARAM),
         [update for update, _ in rows],
     )
-    publish(
-        "grad_stats",
-        "Gradient statistics: one pass over bf16 gradients for their norm (squares summed in fp64, in a fixed order) "
-        "and for non-finite values, which reads 2 bytes per parameter. The physical limit is the read bandwidth, "
-        "measured in the same process. Goal: share at least 0.9.",
-        [grad_stats for _, grad_stats in rows],
-    )
+    publish("grad_stats", filled("grad_stats"), [grad_stats for _, grad_stats in rows])
 
 
 if __name__ == "__main__":

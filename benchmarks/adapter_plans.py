@@ -8,12 +8,14 @@ import random
 import tempfile
 import time
 import warnings
+from functools import partial
 from statistics import median
 
 import peft
 import torch
 from fresh_processes import apart
 from report import options, publish
+from steps import checkpointed, seconds_of, train_step
 from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 import patrickstar as ps
@@ -106,25 +108,17 @@ def train(draw: dict) -> dict:
     torch.set_num_threads(draw["threads"])
     model = build(draw)
     if draw["checkpointing"]:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpointed(model)
     device, host = draw["budgets"]
     config = ps.Config(device="cpu", precision=draw["precision"], device_memory=device, host_memory=host)
-    seconds = []
+    ids = batch_of(draw)["input_ids"]
+    clock = time.process_time if draw["threads"] == 1 else time.perf_counter
     with ps.Engine(model, config) as engine:
-        for _ in range(STEPS):
-            start_s, start_cpu_s = time.perf_counter(), time.process_time()
-            engine.backward(engine(**batch_of(draw)).loss)
-            engine.optimizer.step()
-            engine.optimizer.zero_grad()
-            wall_s, cpu_s = time.perf_counter() - start_s, time.process_time() - start_cpu_s
-            seconds.append(cpu_s if draw["threads"] == 1 else wall_s)
+        seconds = [seconds_of(partial(train_step, engine, ids), clock) for _ in range(STEPS)]
         payload = sum(chunk.nbytes for chunk in engine.inspect().chunks) - engine.layout.padding_bytes
         last = engine.stats.last
-    return {
-        "seconds": median(seconds[-TIMED:]),
-        "model_data": payload,
-        **{name: getattr(last, name) for name in BYTES},
-    }
+    moved = {name: getattr(last, name) for name in BYTES}
+    return {"seconds": median(seconds[-TIMED:]), "model_data": payload} | moved
 
 
 def main() -> None:

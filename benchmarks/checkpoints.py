@@ -8,7 +8,6 @@ memory.
 """
 
 import argparse
-import mmap
 import os
 import shutil
 import subprocess
@@ -17,7 +16,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from disk import file_system
+from disk import file_system, noise
 from fresh_processes import growth
 from report import options, publish
 from steps import gpt, in_threads, ratio_of, seconds_of, tokens, train_step
@@ -36,8 +35,7 @@ def bare_write(path: Path, nbytes: int) -> None:
     os.posix_fallocate(fd, 0, nbytes)
 
     def loop(first: int) -> None:
-        page = mmap.mmap(-1, PAGE_BYTES)
-        page.write(os.urandom(PAGE_BYTES))
+        page = noise()
         for offset in range(first * PAGE_BYTES, nbytes, BARE_THREADS * PAGE_BYTES):
             os.pwrite(fd, page, offset)
 

@@ -10,22 +10,21 @@ is that of the runs with a budget of two groups.
 import argparse
 import os
 import socket
-import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
-from pathlib import Path
 from statistics import mean, median
 from typing import Any
 from unittest import mock
 
+import psutil
 import torch
 import torch.distributed as dist
-from report import options, publish
-from steps import Plain, gpt, ratio_cells, tokens, train_step
+from report import filled, options, publish
+from steps import Plain, gpt, ratio_cells, seconds_of, tokens, train_step
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -45,11 +44,7 @@ Timed = tuple[float, int]
 
 def loopback_bytes() -> int:
     """Return the bytes that the loopback device has sent since boot."""
-    for line in Path("/proc/net/dev").read_text().splitlines():
-        name, _, numbers = line.partition(":")
-        if name.strip() == "lo":
-            return int(numbers.split()[8])
-    raise SystemExit("this machine has no loopback device")
+    return psutil.net_io_counters(pernic=True)["lo"].bytes_sent
 
 
 def barrier() -> None:
@@ -105,10 +100,9 @@ def fsdp_of(given: argparse.Namespace) -> Plain:
 def timed(trainer: Any, ids: torch.Tensor) -> Timed:
     """Train a step; return its seconds and the bytes on the loopback device."""
     barrier()
-    wire, start = loopback_bytes(), time.perf_counter()
-    train_step(trainer, ids).item()
-    barrier()
-    return time.perf_counter() - start, loopback_bytes() - wire
+    wire = loopback_bytes()
+    seconds = seconds_of(lambda: (train_step(trainer, ids).item(), barrier()))
+    return seconds, loopback_bytes() - wire
 
 
 def time_pairs(fsdp: Plain, engine: ps.Engine, ids: torch.Tensor, rounds: int) -> list[tuple[Timed, Timed]]:
@@ -137,12 +131,11 @@ def worker(given: argparse.Namespace, size: int, rank: int) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for name in BUDGETS:
         engine = engine_of(given, name == "tight")
-        layout = engine.layout
         for _ in range(3):
             timed(engine, ids)
         with metered(engine) as held_bytes:
             _, wire = timed(engine, ids)
-        last = engine.stats.last
+        last, layout = engine.stats.last, engine.layout
         results[name] = {
             "gathered": last.gathered_bytes,
             "reduced": last.reduced_bytes,
@@ -220,29 +213,11 @@ def main() -> None:
             sent_numel = results[0]["room"]["parameters"] * (size - 1)
             seconds.append({"p": str(size)} | pair_cells(results[0]["pairs"], sent_numel))
     shape = f"{given.model}, bf16, {given.batch} x {given.sequence} tokens per process and step, gloo"
-    publish(
-        "data_parallel_memory",
-        f"{shape}. Bytes of model data per process, for M parameters on p processes: the shard of a process, and the "
-        f"peak on its host and device together, relative to the limit of 14 M/p + two groups + padding. With the whole "
-        f"machine as budget, groups stay gathered and optimizer states may be placed on the device.",
-        memory,
-    )
+    publish("data_parallel_memory", filled("data_parallel_memory", shape=shape), memory)
     if wire:
-        publish(
-            "data_parallel_wire",
-            f"{shape}. Bytes that a process sends per step. The limit without padding is 6 (p-1)/p M if nothing stays "
-            f"gathered (two all-gathers and a reduce-scatter in 16 bit) and 4 (p-1)/p M if everything stays gathered "
-            f"from forward to backward. Broadcast-based schemes send 10 (p-1)/p M. The embedding is tied to the head, "
-            f"so it is used at both ends of forward; with memory for two groups it is gathered again.",
-            wire,
-        )
+        publish("data_parallel_wire", filled("data_parallel_wire", shape=shape), wire)
     if seconds:
-        publish(
-            "data_parallel_time",
-            f"{shape}. Seconds per step if everything fits, alternating with FSDP2 (`fully_shard`) in the same "
-            f"processes. Bytes are those of the loopback device, divided by (p-1)/p M.",
-            seconds,
-        )
+        publish("data_parallel_time", filled("data_parallel_time", shape=shape), seconds)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ after the other: the step that ZeRO-Offload's delayed update (§5.2) improves on
 
 from itertools import product
 
-from dry_runs import builder_of, dry_run, without_disk
+from dry_runs import builder_of, dry_run, host_update_s, without_disk
 from report import publish, shown
 
 import patrickstar as ps
@@ -22,11 +22,11 @@ def row(name: str, batch: int) -> dict[str, str]:
         return dry_run(builder_of(name), without_disk(MACHINE), batch, SEQUENCE, **more)
 
     exact, later, delayed = simulated(), simulated(speculates=False), simulated(update=ps.Delayed())
-    bound_s = max(delayed.compute_s, update_s(delayed))
-    one_by_one_s = exact.compute_s + update_s(exact)
+    bound_s = max(delayed.compute_s, host_update_s(delayed))
+    one_by_one_s = exact.compute_s + host_update_s(exact)
     seconds = {
         "compute": exact.compute_s,
-        "update": update_s(exact),
+        "update": host_update_s(exact),
         "no overlap": one_by_one_s,
         "exact, beside forward": later.seconds,
         "exact": exact.seconds,
@@ -41,10 +41,6 @@ def row(name: str, batch: int) -> dict[str, str]:
         "no overlap / delayed": f"{one_by_one_s / delayed.seconds:.2f}",
         "exact / delayed": f"{exact.seconds / delayed.seconds:.2f}",
     }
-
-
-def update_s(report: DryRunReport) -> float:
-    return next(used.busy_s for used in report.channels if used.name == "update on the host")
 
 
 def main() -> None:

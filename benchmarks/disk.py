@@ -8,6 +8,7 @@ speed. They transfer the pages of 64 MiB chunks in order, with direct I/O. The b
 """
 
 import itertools
+import mmap
 import os
 from collections.abc import Callable
 from functools import partial
@@ -43,7 +44,11 @@ class Work:
 
     def _pooled(self, write: bool, threads: int) -> Callable[[], None]:
         transfer_page = self.file.write if write else self.file.read
-        pool = WorkerPool(threads, "disk")
+        pool, barrier = WorkerPool(threads, "disk"), Barrier(threads)
+
+        def fill(stage: torch.Tensor) -> None:
+            stage.random_()
+            barrier.wait()
 
         def job(offset: int) -> Callable[[torch.Tensor], None]:
             return lambda stage: transfer_page(offset, memoryview(stage.numpy()), PAGE_BYTES, "page")
@@ -53,19 +58,17 @@ class Work:
             for transfer in [pool.submit([job(offset) for offset in each], f"chunk at {each.start}") for each in pages]:
                 transfer.wait()
 
-        fill(pool, threads)
+        pool.submit([fill] * threads, "noise").wait()
         return run
 
     def _bare(self, write: bool, threads: int) -> Callable[[], None]:
         transfer_page = os.pwritev if write else os.preadv
-        stages: list[memoryview] = []
-        pool = WorkerPool(threads, "bare")  # only for staging buffers of the same kind
-        fill(pool, threads, stages)
+        stages = [noise() for _ in range(threads)]
 
         def run() -> None:
             pages = itertools.count()
 
-            def loop(stage: memoryview) -> None:
+            def loop(stage: mmap.mmap) -> None:
                 while (offset := next(pages) * PAGE_BYTES) < self.nbytes:
                     assert transfer_page(self.file._fd, [stage], offset) == PAGE_BYTES
 
@@ -74,17 +77,11 @@ class Work:
         return run
 
 
-def fill(pool: WorkerPool, threads: int, stages: list[memoryview] | None = None) -> None:
-    """Fill the staging buffer of every thread with incompressible noise and append the buffers to `stages`."""
-    barrier = Barrier(threads)
-
-    def job(stage: torch.Tensor) -> None:
-        stage.random_()
-        if stages is not None:
-            stages.append(memoryview(stage.numpy()))
-        barrier.wait()
-
-    pool.submit([job] * threads, "noise").wait()
+def noise() -> mmap.mmap:
+    """Return a page that can't be compressed."""
+    page = mmap.mmap(-1, PAGE_BYTES)
+    page.write(os.urandom(PAGE_BYTES))
+    return page
 
 
 def measure(work: Work, threads: int, rounds: int) -> list[dict[str, str]]:

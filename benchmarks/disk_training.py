@@ -1,15 +1,13 @@
 """Measure training from disk: step time against plain PyTorch and against the hardware limit, and a large model.
 
-python benchmarks/disk_training.py --directory DIR [--cases plain medium bound ahead large] [--rounds 3]
+python benchmarks/disk_training.py --directory DIR [--cases plain medium bound large] [--rounds 3]
 Cases: `plain` and `medium` (GPT-2 124M and 355M, parameters and optimizer states on disk, resident memory at most 1.6
 and 2.7 GiB, against a plain PyTorch loop), `bound` (optimizer states on disk, step time against the slowest of compute,
-reads and writes), `ahead` (stalls with prefetch on and off), `large` (2 billion parameters with 3 GiB of device and
-4 GiB of host memory). Every run is a separate process, so that its resident memory can be measured; the sides of a
-ratio alternate.
+reads and writes), `large` (2 billion parameters with 3 GiB of device and 4 GiB of host memory). Every run is a separate
+process, so that its resident memory can be measured; the sides of a ratio alternate.
 """
 
 import argparse
-import time
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -17,43 +15,32 @@ from typing import Any
 
 import torch
 from fresh_processes import apart, resident_peak_bytes
+from gpu_stages.shapes import materialize, pattern
 from report import options, publish
-from steps import NO_DROPOUT, gpt, train_step
+from steps import gpt, seconds_of, tokens, train_step
 
 import patrickstar as ps
 from patrickstar._dry_run.machine_profile import measure_disk
 from patrickstar._engine.engine import Engine
 from patrickstar._layout.byte_size import format_size
-from patrickstar._schedule.prefetch import AggressivePrefetch, DemandFetch
+from patrickstar.integrations.transformers._model_builder import parameters_on_meta
 from patrickstar.testing import ReferenceTrainer
 
 LEARNING_RATE = 1e-4
 SEQUENCE = 256
 HOST_MEMORY, PLAIN_STEPS = "240MiB", 7
 """Host budget, and steps of a run, of the cases with a plain loop beside."""
+READ, WRITTEN, STALL = "disk_read_bytes", "disk_write_bytes", "stall_s"
+"""Names of a step's statistics."""
 BOUND_DEVICE = "1450MiB"
-QUARTER_DEVICE, QUARTER_HOST = "375MiB", "150MiB"
-"""Memory for a quarter of the model data, plus activations."""
-
-
 SHAPES: dict[str, dict[str, int]] = {
-    "89m": {"vocab_size": 4096},
     "124m": {},
     "355m": {"n_layer": 24, "n_embd": 1024, "n_head": 16},
     "2b": {"n_layer": 24, "n_embd": 2560, "n_head": 32},
 }
 """What differs from GPT-2 124M."""
-DEFAULTS = dict.fromkeys(NO_DROPOUT, 0.1) | {"activation_function": "gelu_new"}
+DEFAULTS = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.1) | {"activation_function": "gelu_new"}
 """Those of transformers."""
-
-
-def value_of(model: torch.nn.Module, name: str) -> torch.Tensor:
-    """Return the initial value of one parameter, the same in every process."""
-    param = dict(model.named_parameters())[name]
-    if param.dim() < 2:
-        return torch.ones(param.shape) if name.endswith("weight") else torch.zeros(param.shape)
-    generator = torch.Generator().manual_seed(sum(name.encode()))
-    return torch.empty(param.shape).normal_(std=0.02, generator=generator)
 
 
 def run(
@@ -68,19 +55,15 @@ def run(
     host_memory: str | None = None,
     max_norm: float | None = None,
 ) -> dict[str, Any]:
-    """Train in this process and return the measurements. `side`: "plain", "memory", "disk", "ahead" or "demand"."""
-    libraries = resident_peak_bytes()
+    """Train in this process and return the measurements. `side`: "plain", "memory" or "disk"."""
     torch.manual_seed(0)
-    with torch.device("cpu" if side == "plain" else "meta"):
+    with parameters_on_meta():
         built = gpt("gpt2-124m", checkpointing, **DEFAULTS, **SHAPES[model])
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, built.config.vocab_size, (batch, SEQUENCE), generator=generator)
+    ids = tokens("gpt2-124m", batch, SEQUENCE, seed=0)
     if side == "plain":
-        with torch.no_grad():
-            for name, param in built.named_parameters():
-                param.copy_(value_of(built, name))
         fused = partial(torch.optim.AdamW, lr=LEARNING_RATE, fused=True)
-        trainer = ReferenceTrainer(built, ps.Config(device="cpu", optimizer=fused))
+        config = ps.Config(device="cpu", optimizer=fused)
+        trainer = ReferenceTrainer(materialize(built, torch.device("cpu")), config)
     else:
         config = ps.Config(
             device="cpu",
@@ -89,31 +72,20 @@ def run(
             disk=None if side == "memory" else ps.Disk(directory=directory),
             optimizer=ps.AdamW(lr=LEARNING_RATE, weight_decay=0.01),
         )
-        policy = {"ahead": AggressivePrefetch, "demand": DemandFetch}.get(side)
-        trainer = Engine(built, config, weights=partial(value_of, built), prefetch_policy=policy)
-    seconds, losses, all_stats = [], [], []
+        trainer = Engine(built, config, weights=partial(pattern, built))
+    result: dict[str, Any] = {"seconds": [], "losses": [], "stats": []}
     update = {"update": True} if max_norm is None and side != "plain" else {}
+
+    def step() -> None:
+        result["losses"].append(train_step(trainer, ids, max_norm=max_norm, **update).item())
+
     for _ in range(steps):
-        start = time.perf_counter()
-        losses.append(train_step(trainer, ids, max_norm=max_norm, **update).item())
-        seconds.append(time.perf_counter() - start)
+        result["seconds"].append(seconds_of(step))
         if side != "plain":
-            all_stats.append(trainer.stats.last)
-    result = {"seconds": seconds, "losses": losses, "rss": resident_peak_bytes(), "libraries": libraries}
-    if all_stats:
-        last = all_stats[-1]
-        result |= {
-            "numel": trainer.layout.numel,
-            "model_data": trainer.layout.model_data_bytes,
-            "device_peak": last.device_peak_model_bytes,
-            "non_model": max(step.device_peak_non_model_bytes for step in all_stats),
-            "host_peak": last.host_peak_model_bytes,
-            "host_pages": last.host_peak_non_model_bytes,
-            "disk": last.disk_bytes,
-            "read": [step.disk_read_bytes for step in all_stats],
-            "written": [step.disk_write_bytes for step in all_stats],
-            "stall": [step.stall_s for step in all_stats],
-        }
+            result["stats"].append(trainer.stats.last)
+    result["rss"] = resident_peak_bytes()
+    if side != "plain":
+        result |= {"numel": trainer.layout.numel, "model_data": trainer.layout.model_data_bytes}
         trainer.close(keep=False)
     return result
 
@@ -122,9 +94,13 @@ def in_a_process(given: argparse.Namespace, side: str, **work: Any) -> dict[str,
     return apart(partial(run, **work), given.directory, side)
 
 
-def steady(result: dict[str, Any], key: str = "seconds") -> float:
-    """Return the median over planned steps, except the first, which also writes data left by the warm-up."""
-    return median(result[key][3:] or result[key][1:])
+def steady(result: dict[str, Any], key: str = "") -> float:
+    """Return the median of the seconds, or of a statistic.
+
+    It is that over planned steps, except the first, which also writes data left by the warm-up.
+    """
+    values = [getattr(stats, key) for stats in result["stats"]] if key else result["seconds"]
+    return median(values[3:] or values[1:])
 
 
 def size(result: dict[str, Any], key: str) -> str:
@@ -151,8 +127,8 @@ def against_plain(given: argparse.Namespace, *, case: str, model: str, device: s
                 "limit": f"{limit}",
                 "peak RSS": f"{format_size(max(each['rss'] for each in found))} of {rss}",
                 "plain peak RSS": format_size(max(each["rss"] for each in base)),
-                "read / written per step": f"{size(last, 'read')} / {size(last, 'written')}",
-                "stall per step": f"{steady(last, 'stall'):.2f} s",
+                "read / written per step": f"{size(last, READ)} / {size(last, WRITTEN)}",
+                "stall per step": f"{steady(last, STALL):.2f} s",
             }
         )
     publish(
@@ -171,14 +147,14 @@ def bound(given: argparse.Namespace) -> None:
         rates = measure_disk(given.directory)
         memory = in_a_process(given, "memory", **work, host_memory="4GiB")
         disk = in_a_process(given, "disk", **work, host_memory="240MiB")
-        by_rate = {"read": rates.read, "written": rates.write}
+        by_rate = {READ: rates.read, WRITTEN: rates.write}
         terms = {key: steady(disk, key) / rate for key, rate in by_rate.items()}
         slowest_s = max(steady(memory), *terms.values())
         row = {"compute": f"{steady(memory):.2f} s"}
-        for key, rate in by_rate.items():
-            row[key] = f"{terms[key]:.2f} s ({size(disk, key)} at {rate / 1e9:.2f} GB/s)"
+        for name, (key, rate) in zip(("read", "written"), by_rate.items(), strict=True):
+            row[name] = f"{terms[key]:.2f} s ({size(disk, key)} at {rate / 1e9:.2f} GB/s)"
         row |= {"step": f"{steady(disk):.2f} s", "step / slowest": f"{steady(disk) / slowest_s:.2f}", "limit": "1.15"}
-        rows.append(row | {"stall per step": f"{steady(disk, 'stall'):.2f} s"})
+        rows.append(row | {"stall per step": f"{steady(disk, STALL):.2f} s"})
     publish(
         "disk_training_bound",
         f"GPT-2 124M, 8 x {SEQUENCE} tokens, checkpointing, bf16, device budget {BOUND_DEVICE}: step with all "
@@ -188,50 +164,24 @@ def bound(given: argparse.Namespace) -> None:
     )
 
 
-def ahead(given: argparse.Namespace) -> None:
-    work = {"model": "89m", "batch": 4, "steps": 7, "checkpointing": True}
-    work |= {"device_memory": QUARTER_DEVICE, "host_memory": QUARTER_HOST}
-    rows = []
-    for _ in range(given.rounds):
-        off, on = (in_a_process(given, side, **work) for side in ("demand", "ahead"))
-        peak_bytes = on["device_peak"] + on["host_peak"] + on["host_pages"]
-        rows.append(
-            {
-                "stall, off": f"{steady(off, 'stall'):.2f} s",
-                "stall, on": f"{steady(on, 'stall'):.2f} s",
-                "ratio": f"{steady(off, 'stall') / max(1e-9, steady(on, 'stall')):.1f}",
-                "limit": "5",
-                "step, off / on": f"{steady(off):.2f} s / {steady(on):.2f} s",
-                "read / written, off": f"{size(off, 'read')} / {size(off, 'written')}",
-                "read / written, on": f"{size(on, 'read')} / {size(on, 'written')}",
-                "peak in memory of model data": f"{format_size(peak_bytes)} of {format_size(on['model_data'])}",
-            }
-        )
-    publish(
-        "disk_training_ahead",
-        f"GPT-2 with 12 layers, vocabulary 4,096 (89M), 4 x {SEQUENCE} tokens, checkpointing, bf16, device "
-        f"{QUARTER_DEVICE}, host {QUARTER_HOST}: on-demand fetches (off) against prefetch by next use and "
-        f"read-ahead of optimizer pages (on). One row per round; medians of steps 4 to 7.",
-        rows,
-    )
-
-
 def large(given: argparse.Namespace) -> None:
     budgets = {"device_memory": "3GiB", "host_memory": "4GiB"}
     result = in_a_process(given, "disk", model="2b", batch=1, steps=2, checkpointing=True, **budgets)
+    last = result["stats"][-1]
+    activations = max(stats.device_peak_non_model_bytes for stats in result["stats"])
     row = {
         "parameters": f"{result['numel']:,}",
         "model data": format_size(result["model_data"]),
         "steps": " / ".join(f"{seconds:.1f} s" for seconds in result["seconds"]),
         "losses": " / ".join(f"{loss:.3f}" for loss in result["losses"]),
         "peak RSS of limit": f"{format_size(result['rss'])} of 8.50 GiB",
-        "device": format_size(result["device_peak"]),
-        "host": f"{format_size(result['host_peak'])} + {format_size(result['host_pages'])} of pages",
-        "disk": format_size(result["disk"]),
-        "activations": format_size(result["non_model"]),
-        "read in step 2": format_size(result["read"][1]),
-        "written in step 2": format_size(result["written"][1]),
-        "stall in step 2": f"{result['stall'][1]:.1f} s",
+        "device": format_size(last.device_peak_model_bytes),
+        "host": f"{format_size(last.host_peak_model_bytes)} + {format_size(last.host_peak_non_model_bytes)} of pages",
+        "disk": format_size(last.disk_bytes),
+        "activations": format_size(activations),
+        "read in step 2": format_size(last.disk_read_bytes),
+        "written in step 2": format_size(last.disk_write_bytes),
+        "stall in step 2": f"{last.stall_s:.1f} s",
     }
     publish(
         "disk_training_large",
@@ -245,7 +195,6 @@ CASES = {
     "plain": partial(against_plain, case="plain", model="124m", device="850MiB", rss="1.60 GiB", limit=1.05),
     "medium": partial(against_plain, case="medium", model="355m", device="1700MiB", rss="2.70 GiB", limit=1.12),
     "bound": bound,
-    "ahead": ahead,
     "large": large,
 }
 

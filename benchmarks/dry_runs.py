@@ -44,3 +44,8 @@ def dry_run(
     options = {name: more.pop(name) for name in ("speculates",) if name in more}
     step = partial(train_step, ids=ids, **({"max_norm": 1.0} if clipped else {"update": True}))
     return simulate(ps.Engine, build, ps.Config(device="cpu", **more), step, machine, **options)
+
+
+def host_update_s(report: DryRunReport) -> float:
+    """Return the seconds of a step in which updates run on the host."""
+    return next(used.busy_s for used in report.channels if used.name == "update on the host")

@@ -14,13 +14,14 @@ from statistics import median
 import torch
 from fresh_processes import apart
 from report import options, publish
-from steps import NO_DROPOUT, seconds_of, train_step
-from transformers import GPT2Config, GPT2LMHeadModel
+from steps import gpt, seconds_of, train_step
+from transformers import GPT2LMHeadModel
 
 import patrickstar as ps
 from patrickstar import Engine
 from patrickstar._dry_run.simulation import simulate, simulate_on_this_machine
 from patrickstar._layout.byte_size import format_size
+from patrickstar._models.presets import Preset
 from patrickstar._perf_model.machine_spec import Host, Machine
 from patrickstar._schedule.trace import Moment
 
@@ -34,20 +35,8 @@ RAM = Machine(
 
 
 def build(draw: dict) -> GPT2LMHeadModel:
-    config = GPT2Config(
-        n_layer=draw["layers"],
-        n_embd=draw["hidden"],
-        n_head=draw["hidden"] // 64,
-        vocab_size=draw["vocab"],
-        activation_function="gelu_pytorch_tanh",
-        use_cache=False,
-        **NO_DROPOUT,
-    )
-    model = GPT2LMHeadModel(config).train()
-    model.loss_type = "ForCausalLM"
-    if draw["checkpointing"]:
-        model.activation_checkpointing_enable({"use_reentrant": False})
-    return model
+    shape = Preset(draw["layers"], draw["hidden"], heads=draw["hidden"] // 64, vocab=draw["vocab"])
+    return gpt(shape, draw["checkpointing"])
 
 
 def draws(count: int, seed: int) -> list[dict]:

@@ -8,6 +8,7 @@ table of the README.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
+from typing import Any
 
 from report import publish_text, table
 
@@ -63,22 +64,8 @@ COLUMNS = (
 
 
 @cache
-def plan(
-    computer: Computer,
-    disk: bool,
-    model: str,
-    batch: int | None = None,
-    dry_run: bool = False,
-) -> ps.Plan | None:
-    """Return the plan of a model; None if it does not fit.
-
-    Args:
-        computer: Its card and host.
-        disk: Whether it has a disk.
-        model: Name of the model.
-        batch: Sequences of a step with activation checkpointing. Default: the fastest step.
-        dry_run: Let the engine run the step, simulated: of 70 billion parameters it takes minutes.
-    """
+def plan(computer: Computer, disk: bool, model: str, **more: Any) -> ps.Plan | None:
+    """Return the plan of a model, without a dry run unless `more` says so; None if it does not fit."""
     try:
         return ps.plan(
             model,
@@ -86,9 +73,7 @@ def plan(
             host_memory=f"{computer.host_gb}GB",
             disk=DISK if disk else None,
             sequence=SEQUENCE,
-            batch=batch,
-            activation_checkpointing=None if batch is None else True,
-            dry_run=dry_run,
+            **{"dry_run": False} | more,
         )
     except BudgetError:
         return None
@@ -107,7 +92,7 @@ def fits_plain(computer: Computer, model: str) -> bool:
     model_bytes = PLAIN_BYTES * OPEN_MODELS[model].params
     if model_bytes > card_bytes:
         return False
-    found = plan(computer, False, model, batch=1)
+    found = plan(computer, False, model, batch=1, activation_checkpointing=True)
     return found is not None and model_bytes + found.best.workload.non_model_bytes <= card_bytes
 
 
@@ -129,14 +114,11 @@ def rows() -> Iterator[list[str]]:
                 continue
             speed = [f"{found.tokens_per_s:,.0f}", f"{found.step_s:,.1f}"]
             limit = f"{found.bound_s:,.1f}: {found.limited_by}"
-            lasts = "" if found.drive_days is None else _life(found.drive_days, found.step_s)
+            # The steps after which the drive has been written as often as it may be, and their time.
+            days = found.drive_days
+            lasts = "" if days is None else f"{days * 86400 / found.step_s:,.0f} steps, {days:,.1f} days"
             yield [*row, MODELS[model], *speed, f"{found.batch} x {SEQUENCE:,}", limit, lasts]
             print(*row, *speed, flush=True)
-
-
-def _life(days: float, step_s: float) -> str:
-    """Return the steps after which a drive has been written as often as it may be, and their time."""
-    return f"{days * 86400 / step_s:,.0f} steps, {days:,.1f} days"
 
 
 def main() -> None:

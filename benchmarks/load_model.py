@@ -11,7 +11,6 @@ folder must contain the same bytes as the original.
 import tempfile
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from fresh_processes import apart, growth, resident_bytes
@@ -19,12 +18,10 @@ from report import options, publish
 from transformers import AutoModelForCausalLM
 
 import patrickstar as ps
-from patrickstar._checkpoint.safetensors_file import SafetensorsFile, TensorEntry
 from patrickstar._layout.byte_size import format_size
 from patrickstar._models.presets import PRESETS
 from patrickstar.integrations.transformers import from_pretrained
-from patrickstar.integrations.transformers._model_builder import build_model, parameters_on_meta
-from patrickstar.integrations.transformers._model_folder import tensors_of
+from patrickstar.integrations.transformers._model_folder import TensorInFile, tensors_of
 
 SLACK_BYTES = 300 * 1000**2
 OPTIMIZERS = {"SGD": ps.SGD(lr=1e-3), "AdamW": ps.AdamW()}
@@ -32,37 +29,27 @@ METHODS = [("transformers, then initialize", "SGD"), ("direct to chunks", "SGD")
 
 
 def write_folder(folder: Path, preset: str) -> None:
-    """Write a model with random weights without ever holding it in memory."""
-    folder.mkdir()
-    config = PRESETS[preset].config()
-    with parameters_on_meta():
-        model = build_model(config, AutoModelForCausalLM)
-    entries = [TensorEntry(name, torch.bfloat16, tuple(param.shape)) for name, param in model.named_parameters()]
-    file = SafetensorsFile(folder / "model.safetensors", entries, {"format": "pt"})
-    for entry in entries:
-        for rows in torch.empty(entry.shape, device="meta").split(4096):
-            file.write(torch.randn(rows.shape).mul_(0.02).to(torch.bfloat16))
-    file.close()
-    config.architectures, config.dtype = [type(model).__name__], "bfloat16"
-    config.to_json_file(folder / "config.json")
+    """Write a model with random weights."""
+    model = AutoModelForCausalLM.from_config(PRESETS[preset].config(), dtype=torch.bfloat16)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.normal_(std=0.02)
+    model.save_pretrained(folder)
 
 
 def same_bytes(source: Path, target: Path) -> bool:
+    def bits(entry: TensorInFile) -> torch.Tensor:
+        values = torch.empty(entry.numel, dtype=torch.bfloat16)
+        entry.read_into(values, 0)
+        return values.view(torch.int16)
+
     expected, actual = tensors_of(source), tensors_of(target)
     shapes = [{key: (entry.dtype, entry.shape) for key, entry in each.items()} for each in (expected, actual)]
-    if shapes[0] != shapes[1]:
-        return False
-    for key, entry in expected.items():
-        values = torch.empty(2, entry.numel, dtype=torch.bfloat16)
-        entry.read_into(values[0], 0)
-        actual[key].read_into(values[1], 0)
-        if not torch.equal(*values.view(torch.int16)):
-            return False
-    return True
+    return shapes[0] == shapes[1] and all(torch.equal(bits(expected[key]), bits(actual[key])) for key in expected)
 
 
-def run(source: Path, method: str, optimizer: str) -> dict[str, Any]:
-    """Load, save and compare in this process."""
+def run(source: Path, method: str, optimizer: str) -> dict[str, str]:
+    """Load, save and compare in this process; return a row."""
     target, config = source.with_name("out"), ps.Config(device="cpu", optimizer=OPTIMIZERS[optimizer])
     libraries, made = resident_bytes("VmRSS"), []
 
@@ -74,15 +61,22 @@ def run(source: Path, method: str, optimizer: str) -> dict[str, Any]:
 
     load_s, peak = growth(load)
     save_s, save_peak = growth(partial(made[0].save_pretrained, target, dtype="bf16"))
+    chunks = made[0].layout.model_data_bytes
     return {
-        "libraries": libraries,
-        "peak": peak,
-        "chunks": made[0].layout.model_data_bytes,
-        "load_s": load_s,
-        "save_s": save_s,
-        "save_peak": save_peak,
-        "same": same_bytes(source, target),
+        "method, optimizer": f"{method}, {optimizer}",
+        "chunks": format_size(chunks),
+        "peak RSS of limit": f"{format_size(peak)} of {format_size(chunks + max(sizes_of(source)) + SLACK_BYTES)}",
+        "libraries": format_size(libraries),
+        "load": f"{load_s:.1f} s",
+        "save": f"{save_s:.1f} s",
+        "extra RSS in save": format_size(save_peak),
+        "bit-identical after save": "yes" if same_bytes(source, target) else "no",
     }
+
+
+def sizes_of(folder: Path) -> list[int]:
+    """Return the bytes of the tensors of a folder in bf16."""
+    return [2 * entry.numel for entry in tensors_of(folder).values()]
 
 
 def main() -> None:
@@ -92,21 +86,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory(dir=given.directory) as scratch:
             folder = Path(scratch) / "in"
             write_folder(folder, given.model)
-            sizes = [2 * entry.numel for entry in tensors_of(folder).values()]
-            result = apart(run, folder, method, optimizer)
-        limit = result["chunks"] + max(sizes) + SLACK_BYTES
-        rows.append(
-            {
-                "method, optimizer": f"{method}, {optimizer}",
-                "chunks": format_size(result["chunks"]),
-                "peak RSS of limit": f"{format_size(result['peak'])} of {format_size(limit)}",
-                "libraries": format_size(result["libraries"]),
-                "load": f"{result['load_s']:.1f} s",
-                "save": f"{result['save_s']:.1f} s",
-                "extra RSS in save": format_size(result["save_peak"]),
-                "bit-identical after save": "yes" if result["same"] else "no",
-            }
-        )
+            sizes = sizes_of(folder)
+            rows.append(apart(run, folder, method, optimizer))
     publish(
         "load_model",
         f"{given.model} in bf16, a safetensors folder of {format_size(sum(sizes))} with a largest tensor of "

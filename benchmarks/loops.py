@@ -21,7 +21,7 @@ import lightning
 import torch
 from datasets import Dataset
 from report import options, publish
-from steps import NO_DROPOUT, gpt, ratio_cells, tokens
+from steps import gpt, ratio_cells, tokens
 from tokenizers import Tokenizer, models
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
@@ -41,10 +41,9 @@ Batch = dict[str, torch.Tensor]
 
 
 def build(name: str, fused: bool = False) -> PreTrainedModel:
-    """Build the model of both loops. They share one random generator, so it has no dropout."""
+    """Build the model of both loops. They share one random generator; no preset has dropout."""
     torch.manual_seed(0)
-    model = gpt(name, **NO_DROPOUT)
-    model.loss_type = "ForCausalLM"
+    model = gpt(name)
     if fused:
         add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
     return model
@@ -57,22 +56,14 @@ def loss_of(model: Any, batch: Batch) -> torch.Tensor:
 
 
 class Loop(TrainerCallback):
-    """The engine's own loop, a step of which follows each step of the library's.
+    """The engine's own loop, a step of which follows each step of the library's; `fused`: with TRL's loss."""
 
-    Args:
-        options: Those of the command line.
-        groups: Parameter groups.
-        fused: Compute TRL's loss.
-        batches: Batches of the steps, for trainers with callbacks.
-    """
-
-    def __init__(
-        self, options: argparse.Namespace, groups: Any = None, fused: bool = False, batches: list[Batch] | None = None
-    ) -> None:
+    def __init__(self, options: argparse.Namespace, groups: Any = None, fused: bool = False) -> None:
         config = ps.Config(device=options.device, optimizer=ps.AdamW(lr=1e-4, param_groups=groups))
         self.engine, self.optimizer = ps.initialize(build(options.model, fused), config)
         self.schedule = LambdaLR(self.optimizer, lambda step: 1.0)
-        self.fused, self.batches = fused, batches
+        self.fused = fused
+        self.batches: list[Batch] = []  # of the steps, for trainers with callbacks
         self.pairs: list[tuple[float, float]] = []
         self.losses: list[float] = []
         self.start = time.perf_counter()
@@ -100,7 +91,6 @@ class Loop(TrainerCallback):
         return self.losses[-1]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        assert self.batches is not None
         self.follow(self.batches[state.global_step - 1])
 
 
@@ -127,8 +117,11 @@ def arguments(options: argparse.Namespace) -> dict[str, Any]:
     )
 
 
-def train(trainer: Trainer, loop: Loop) -> Loop:
+def train(trainer: Trainer, batches: list[Batch], options: argparse.Namespace, fused: bool = False) -> Loop:
     """Train both, and check that their losses are the same bits."""
+    trainer.create_optimizer()
+    loop = Loop(options, trainer._param_groups, fused)
+    loop.batches = batches
     trainer.add_callback(loop)
     trainer.train()
     logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -139,11 +132,10 @@ def train(trainer: Trainer, loop: Loop) -> Loop:
 
 def run_trainer(options: argparse.Namespace) -> Loop:
     data = examples(options)
-    batches = list(DataLoader(data, batch_size=options.batch))
+    batches = list(DataLoader(data, options.batch))
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(build(options.model), TrainingArguments(folder, **arguments(options)), train_dataset=data)
-        trainer.create_optimizer()
-        return train(trainer, Loop(options, trainer._param_groups, batches=batches))
+        return train(trainer, batches, options)
 
 
 def run_trl(options: argparse.Namespace) -> Loop:
@@ -157,11 +149,9 @@ def run_trl(options: argparse.Namespace) -> Loop:
             train_dataset=Dataset.from_dict({"input_ids": ids}),
             processing_class=PreTrainedTokenizerFast(tokenizer_object=words, pad_token=PAD, eos_token=PAD),
         )
-        trainer.create_optimizer()
         rows = [{"input_ids": row} for row in ids]
-        starts = range(0, len(rows), options.batch)
-        batches = [trainer.data_collator(rows[start : start + options.batch]) for start in starts]
-        return train(trainer, Loop(options, trainer._param_groups, fused=True, batches=batches))
+        batches = list(DataLoader(rows, options.batch, collate_fn=trainer.data_collator))
+        return train(trainer, batches, options, fused=True)
 
 
 def run_accelerate(options: argparse.Namespace) -> Loop:

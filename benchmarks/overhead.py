@@ -1,19 +1,16 @@
 """Processor time of a step beside plain PyTorch and FSDP2: a Llama of 16 tiny layers, fp32, one thread, one process.
 
-python benchmarks/overhead.py [--layers 16] [--width 32] [--rounds 15] [--profile]
+python benchmarks/overhead.py [--layers 16] [--width 32] [--rounds 15]
 The layers are so small that a step takes little but the time of Python and of operator calls. Steps of all sides
 alternate; figures are medians. "half" gives the engine a device budget for half of the parameters beside the largest
-working set, so that chunks move within memory. `--profile` prints the functions of a resident step by their own time.
+working set, so that chunks move within memory.
 """
 
 import argparse
-import cProfile
-import pstats
 import time
 from collections.abc import Callable
 from functools import partial
 from statistics import median
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -70,7 +67,7 @@ def trainers(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    given = options(__doc__, layers=16, width=32, rounds=15, profile=False)
+    given = options(__doc__, layers=16, width=32, rounds=15)
     torch.set_num_threads(1)
     made = trainers(given)
     ids = torch.randint(0, VOCABULARY, (1, SEQUENCE))
@@ -85,7 +82,7 @@ def main() -> None:
     steps = measure(train_step)
     moved = made["engine, half"].stats.last
     forwards = measure(evaluate)
-    plain = SimpleNamespace(step=steps["plain PyTorch"], forward=forwards["plain PyTorch"])
+    plain_s, plain_forward_s = (seconds["plain PyTorch"] for seconds in (steps, forwards))
     publish(
         "overhead",
         f"Processor time of a step and of an evaluation without gradients; a Llama of {given.layers} layers, width "
@@ -95,19 +92,14 @@ def main() -> None:
         [
             [
                 name,
-                *(f"{steps[name] * 1e3:.1f}", f"{steps[name] / plain.step:.2f}"),
-                f"{(steps[name] - plain.step) / parameters * 1e6:.0f}",
-                *(f"{forwards[name] * 1e3:.1f}", f"{forwards[name] / plain.forward:.2f}"),
+                *(f"{steps[name] * 1e3:.1f}", f"{steps[name] / plain_s:.2f}"),
+                f"{(steps[name] - plain_s) / parameters * 1e6:.0f}",
+                *(f"{forwards[name] * 1e3:.1f}", f"{forwards[name] / plain_forward_s:.2f}"),
             ]
             for name in made
         ],
         ["", "step ms", "of plain", "us per parameter above plain", "evaluation ms", "of plain"],
     )
-    if given.profile:
-        with cProfile.Profile() as profile:
-            for _ in range(20):
-                train_step(made["engine, resident"], ids)
-        pstats.Stats(profile).sort_stats("tottime").print_stats(25)
 
 
 if __name__ == "__main__":

@@ -7,17 +7,14 @@ reference/patrickstar_published.csv, the policy in patrickstar_v043/simulation.p
 _perf_model/machines/. `papers` compares the figures of the paper's editions.
 """
 
-import csv
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from patrickstar_v043.simulation import best_step
-from report import publish_text, table
+from report import publish_text, reference, table
 
 from patrickstar._perf_model.gpt_costs import Gpt
 from patrickstar._perf_model.machine_spec import Machine, find_machine
 
-REFERENCE = Path(__file__).parent / "reference" / "patrickstar_published.csv"
 NODE, HALF_NODE, PC, SUPERPOD = "8xV100-32GB", "8xV100-32GB-120GB", "700-dollar-pc", "8xA100-40GB"
 
 # The original's benchmark trains a BERT classifier with the shape of a GPT, the vocabulary of BERT and no head
@@ -71,9 +68,8 @@ HELD_OUT_RUNS = (
 
 def points() -> list[Point]:
     """Return the published figures."""
-    lines = [line for line in REFERENCE.read_text().splitlines() if not line.startswith("#")]
     found = []
-    for row in csv.DictReader(lines):
+    for row in reference("patrickstar_published"):
         gpt = Gpt(int(row["layers"]), int(row["hidden"]), 16, VOCAB, head=False)
         found.append(Point(row["model"], gpt, int(row["gpus"]), float(row["tflops_total"])))
     return found

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from report import RESULTS, read, table
@@ -17,26 +16,14 @@ PLAIN_RESIDENT = "plain peak RSS"
 """Column of results/disk_training_plain-cpu.md: resident memory of the plain PyTorch loop."""
 UPDATE_BYTES = 28
 """Bytes that one AdamW update must move per parameter: see results/adam-cpu.md."""
-NOT_MEASURED = "—"
-
-
-@dataclass(frozen=True)
-class Row:
-    """Row of the table of measurements: a task, and what each library and the hardware need for it."""
-
-    task: str
-    ours: str
-    limit: str
-    plain: str = NOT_MEASURED
-    deepspeed: str = NOT_MEASURED
-    fsdp2: str = NOT_MEASURED
-
-    def cells(self) -> list[str]:
-        """Return the cells, in the order of `COLUMNS`."""
-        return [self.task, self.plain, self.deepspeed, self.fsdp2, f"**{self.ours}**", self.limit]
-
-
+NONE = "—"
+"""In place of what was not measured."""
 COLUMNS = ["task", "plain PyTorch", "DeepSpeed", "FSDP2", "PatrickStar", "physical limit"]
+
+
+def row(task: str, ours: str, limit: str, plain: str = NONE, deepspeed: str = NONE, fsdp2: str = NONE) -> list[str]:
+    """Return a task, and what each library and the hardware need for it, in the order of `COLUMNS`."""
+    return [task, plain, deepspeed, fsdp2, f"**{ours}**", limit]
 
 
 def first(text: str) -> float:
@@ -54,48 +41,47 @@ def machine() -> str:
     return name
 
 
-def measured() -> Iterator[Row]:
+def measured() -> Iterator[list[str]]:
     """Yield the rows of the table of measurements."""
     yield from one_process()
     yield from larger_than_memory()
-    for row in read("data_parallel_time-cpu")[1]:
-        yield Row(
-            f"40M GPT, {row['p']} processes on 2 cores: a step",
-            f"{row['engine s']} s",
+    for found in read("data_parallel_time-cpu")[1]:
+        yield row(
+            f"40M GPT, {found['p']} processes on 2 cores: a step",
+            f"{found['engine s']} s",
             "compute and gloo's transfers",
-            fsdp2=f"{row['FSDP2 s']} s",
+            fsdp2=f"{found['FSDP2 s']} s",
         )
     yield update()
-    save = {row["metric"]: row for row in read("checkpoints-cpu")[1]}
+    save = {found["metric"]: found for found in read("checkpoints-cpu")[1]}
     size_gib = first(save["checkpoint size"]["measured"])
     ours, limit = (size_gib * GIB / (first(save["save rate"][side]) * GB) for side in ("measured", "limit"))
-    yield Row(f"124M GPT-2: save a checkpoint of {size_gib} GiB", f"{ours:.2f} s", f"{limit:.2f} s, bare writes")
+    yield row(f"124M GPT-2: save a checkpoint of {size_gib} GiB", f"{ours:.2f} s", f"{limit:.2f} s, bare writes")
     yield on_a_gpu()
 
 
-def one_process() -> Iterator[Row]:
+def one_process() -> Iterator[list[str]]:
     """Yield the rows of steps in which everything fits."""
-    for row in read("throughput-cpu")[1]:
-        plain, ours = (TOKENS / float(row[f"{side} tokens/s"]) for side in ("plain", "engine"))
-        checkpointing = ", activation checkpointing" if row["checkpointing"] == "on" else ""
+    for found in read("throughput-cpu")[1]:
+        plain, ours = (TOKENS / float(found[f"{side} tokens/s"]) for side in ("plain", "engine"))
+        checkpointing = ", activation checkpointing" if found["checkpointing"] == "on" else ""
         task = f"124M GPT-2, everything fits{checkpointing}: a step"
-        yield Row(task, f"{ours:.2f} s", "PyTorch's step, with a shorter update", plain=f"{plain:.2f} s")
-    cost = {row[""]: f"{float(row['step ms']) / 1e3:.3f} s" for row in read("overhead-cpu")[1]}
-    plain = cost["plain PyTorch"]
-    yield Row(
+        yield row(task, f"{ours:.2f} s", "PyTorch's step, with a shorter update", plain=f"{plain:.2f} s")
+    cost = {found[""]: f"{float(found['step ms']) / 1e3:.3f} s" for found in read("overhead-cpu")[1]}
+    yield row(
         "147 parameters of width 32, everything fits: processor time of a step",
         cost["engine, resident"],
         "PyTorch's step",
-        plain=plain,
+        plain=cost["plain PyTorch"],
         fsdp2=cost["FSDP2"],
     )
 
 
-def larger_than_memory() -> Iterator[Row]:
+def larger_than_memory() -> Iterator[list[str]]:
     """Yield the rows of models that exceed budgets."""
     disk = read("disk_training_plain-cpu")[1][1]
     resident, limit = disk["peak RSS"].split(" of ")
-    yield Row(
+    yield row(
         "124M GPT-2, states on disk, gradients clipped: a step",
         f"{disk['our step']}, {resident}",
         f"{first(disk['limit']) * first(disk['plain step']):.2f} s, {limit}",
@@ -107,21 +93,21 @@ def larger_than_memory() -> Iterator[Row]:
     used, limit = rows[-1]["peak RSS of limit"].split(" of ")
     budget_mib = first(rows[-1]["device budget"].split(": ")[1])
     task = f"0.7B GPT, device budget {budget_mib:.0f} MiB: peak memory"
-    yield Row(task, used, f"{limit}: 14 bytes per parameter, activations", plain=plain[1])
+    yield row(task, used, f"{limit}: 14 bytes per parameter, activations", plain=plain[1])
     large = read("disk_training_large-cpu")[1][0]
     resident, limit = large["peak RSS of limit"].split(" of ")
     step = large["steps"].split(" / ")[1]
     task = f"2.0B GPT, {large['model data']} of model data, 24 GB machine: a step"
-    yield Row(task, f"{step}, {resident}", f"the disk's rate, {limit}", plain="does not fit")
+    yield row(task, f"{step}, {resident}", f"the disk's rate, {limit}", plain="does not fit")
 
 
-def on_a_gpu() -> Row:
+def on_a_gpu() -> list[str]:
     """Return the row of the run on a GPU."""
     text = (RESULTS / "gpu-steps-cuda.md").read_text()
     steps = dict(re.findall(r"^\| 3b-4x2048, (\w+) \|.*?([\d.]+) s per step", text, re.M))
     limit = re.search(r"^\| limit \| ([\d.]+)", (RESULTS / "third-gpu-run.md").read_text(), re.M)
     assert limit is not None
-    return Row(
+    return row(
         "Llama 3B on an H200, 24 GiB of it, clipped, 8,192 tokens: a step",
         f"{float(steps['engine']):.2f} s",
         f"{limit[1]} s: backward, then the update at the host's rate",
@@ -131,13 +117,13 @@ def on_a_gpu() -> Row:
     )
 
 
-def update() -> Row:
+def update() -> list[str]:
     """Return the row of the optimizer step."""
     adam = read("adam-cpu")[1][-1]
     numel = first(adam["parameters"]) * 1e6
     ours = numel * UPDATE_BYTES / (first(adam["update GB/s"]) * 1e9)
     copying = max(first(adam["copy_ GB/s"]), first(adam["memmove GB/s"]))
-    return Row(
+    return row(
         f"AdamW update of {adam['parameters']} parameters on the CPU",
         f"{ours:.3f} s",
         f"{UPDATE_BYTES} bytes per parameter: {adam['update GB/s']} GB/s, a copy reaches {copying}",
@@ -164,8 +150,8 @@ def tables() -> dict[str, str]:
     largest = ["card and RAM", "plain PyTorch", "PatrickStar", "PatrickStar with a 2 TB NVMe drive"]
     return {
         "largest": f"{table(planned(), largest)}\n",
-        "measured": f"{table([row.cells() for row in measured()], COLUMNS)}\n\n"
-        f"Measured on: {machine()}, no GPU, but for the last row. {NOT_MEASURED}: not measured.\n",
+        "measured": f"{table(list(measured()), COLUMNS)}\n\n"
+        f"Measured on: {machine()}, no GPU, but for the last row. {NONE}: not measured.\n",
     }
 
 

@@ -1,6 +1,7 @@
 """Command line and output of the benchmarks: options, tables with the machine's name, files of results/."""
 
 import argparse
+import csv
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import date
 from pathlib import Path
@@ -55,7 +56,7 @@ def table(rows: Sequence[Row], columns: Sequence[str] = ()) -> str:
 def publish(name: str, intro: str, rows: Sequence[Row], columns: Sequence[str] = (), device: str = "cpu") -> None:
     """Print a table and write it to results/NAME-DEVICE.md, with the machine's name."""
     machine = f"{machine_name(torch.device(device))}; PyTorch {torch.__version__}; {date.today()}"
-    text = f"{intro}\n\nMachine: {machine}.\n\n{table(rows, columns)}\n"
+    text = f"{intro.strip()}\n\nMachine: {machine}.\n\n{table(rows, columns)}\n"
     _write(f"{name}-{torch.device(device).type}", f"# {name}\n\n{text}", text)
 
 
@@ -65,6 +66,12 @@ def read(name: str) -> tuple[str, list[dict[str, str]]]:
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
     assert len(lines) > 2, f"{name} contains no table"
     return text, [dict(zip(lines[0], line, strict=True)) for line in lines[2:]]
+
+
+def reference(name: str) -> list[dict[str, str]]:
+    """Return the rows of reference/NAME.csv; lines that begin with # are comments."""
+    lines = (HERE / "reference" / f"{name}.csv").read_text().splitlines()
+    return list(csv.DictReader(line for line in lines if line[:1] != "#"))
 
 
 def publish_text(name: str, **values: Any) -> None:

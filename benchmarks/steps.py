@@ -9,19 +9,24 @@ from typing import Any
 import torch
 from transformers import GPT2LMHeadModel
 
-from patrickstar._models.presets import PRESETS
-
-NO_DROPOUT = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+from patrickstar._models.presets import PRESETS, Preset
 
 
-def gpt(preset: str, checkpointing: bool = False, **changes: Any) -> GPT2LMHeadModel:
+def gpt(preset: str | Preset, checkpointing: bool = False, **changes: Any) -> GPT2LMHeadModel:
     """Build the model of a preset in training mode. `changes`: other values of its configuration."""
-    config = PRESETS[preset].config()
+    config = (PRESETS[preset] if isinstance(preset, str) else preset).config()
     for name, value in ({"use_cache": False} | changes).items():
         setattr(config, name, value)
     model = GPT2LMHeadModel(config).train()
-    if checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.loss_type = "ForCausalLM"  # the library's own default, set here because it would warn
+    return checkpointed(model) if checkpointing else model
+
+
+def checkpointed(model: Any) -> Any:
+    """Enable activation checkpointing of a model; return it."""
+    # Renamed in transformers 5.23.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
     return model
 
 

@@ -13,31 +13,25 @@ from statistics import median
 from typing import Any
 
 import torch
-from report import options, publish
+from gpu_stages.peers import FUSED
+from report import filled, options, publish
 from steps import alternating, gpt, ratio_cells, tokens, train_step
 
 import patrickstar as ps
 from patrickstar.testing import ReferenceTrainer
 
 
-def seeded(make: Callable[[], Any]) -> Any:
+def seeded(make: Callable[..., Any], *args: Any) -> Any:
     torch.manual_seed(0)
-    return make()
+    return make(*args)
 
 
 def run(checkpointing: bool, given: argparse.Namespace) -> dict[str, str]:
     build = partial(gpt, given.model, checkpointing)
     config = ps.Config(device="cpu", precision=given.precision)
-    adamw = {"lr": config.optimizer.lr, "weight_decay": config.optimizer.weight_decay}
-    fused = ps.Config(
-        device="cpu", precision=given.precision, optimizer=partial(torch.optim.AdamW, fused=True, **adamw)
-    )
-    makers = (
-        partial(ReferenceTrainer, build, config),
-        partial(ReferenceTrainer, build, fused),
-        partial(ps.Engine, build, config),
-    )
-    reference, plain, engine = (seeded(make) for make in makers)
+    fused = ps.Config(device="cpu", precision=given.precision, optimizer=FUSED)
+    makers = (ReferenceTrainer, config), (ReferenceTrainer, fused), (ps.Engine, config)
+    reference, plain, engine = (seeded(make, build, config) for make, config in makers)
     ids = tokens(given.model, given.batch, given.sequence)
     for _ in range(3):  # warm-up, trace, and the first planned step
         expected, loss, _ = (train_step(each, ids).item() for each in (reference, engine, plain))
@@ -63,14 +57,8 @@ def run(checkpointing: bool, given: argparse.Namespace) -> dict[str, str]:
 
 def main() -> None:
     given = options(__doc__, model="gpt2-124m", precision="bf16", batch=1, sequence=512, rounds=9)
-    publish(
-        "throughput",
-        f"GPT-2 124M shape, {given.precision}, {given.batch} x {given.sequence} tokens per step, everything fits. Both "
-        f"sides run the same operators, which limits the ratio to 1, except for the update: one pass over memory, "
-        f"while plain PyTorch casts before and after its fused AdamW. Goal: at least 0.95. The losses of the first "
-        f"steps are bit-identical to the reference.",
-        [run(checkpointing, given) for checkpointing in (False, True)],
-    )
+    rows = [run(checkpointing, given) for checkpointing in (False, True)]
+    publish("throughput", filled("throughput", given=given), rows)
 
 
 if __name__ == "__main__":

@@ -11,14 +11,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise, product
 from pathlib import Path
-from queue import SimpleQueue
 from statistics import median
 from typing import Any
 
 import torch
+from dry_runs import host_update_s
 from report import options, publish, shown
 from torch import nn
 
@@ -165,30 +166,10 @@ class TimedKernels(Kernels):
         return GradStats(tuple(squares))
 
 
-class StepTimer:
-    """Thread that notes when the device has finished each step; the training thread does not wait."""
-
-    def __init__(self) -> None:
-        self.ends_s: list[float] = []
-        self._events: SimpleQueue[torch.Event | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def end_step(self) -> None:
-        event = torch.Event(device=torch.device("strict"))
-        event.record()
-        self._events.put(event)
-
-    def close(self) -> list[float]:
-        """Wait for the last step; return the seconds of each but the first."""
-        self._events.put(None)
-        self._thread.join()
-        return [end_s - start_s for start_s, end_s in pairwise(self.ends_s)]
-
-    def _run(self) -> None:
-        while (event := self._events.get()) is not None:
-            event.synchronize()
-            self.ends_s.append(time.perf_counter())
+def passed_s(event: torch.Event) -> float:
+    """Wait for an event of the device; return the time at which it has passed."""
+    event.synchronize()
+    return time.perf_counter()
 
 
 def step_of(batch: torch.Tensor, clipped: bool) -> Callable[[Any], None]:
@@ -214,62 +195,52 @@ def predict(case: Case, clipped: bool) -> DryRunReport:
     return simulate(Engine, build, configured("cpu", budget), step, case.machine)
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """Medians over steps of the engine on the timed device."""
-
-    seconds: float
-    compute_s: float
-    update_s: float
-    stats: ps.StepStats
-
-
-def measure(case: Case, clipped: bool, budget: int, steps: int) -> Measurement:
-    """Train on the timed device."""
+def measure(case: Case, clipped: bool, budget: int, steps: int) -> tuple[float, float, float, ps.StepStats]:
+    """Train on the timed device; return the median seconds of a step, of compute and of updates, and statistics."""
     machine, costs = case.machine, roofline(case.machine)
     assert machine.links is not None
     strict_device.configure(timed=strict_device.Rates(machine.links.h2d, machine.links.d2h))
     torch.manual_seed(0)
     batch = torch.randn(ROWS, WIDTH).bfloat16().to("strict")
 
-    def seconds_of(func: Any, args: Any, kwargs: Any, out: Any) -> float:
-        return costs(func, args, kwargs, out).seconds
-
-    operators = strict_device.OperatorTimes(seconds_of, strict_device.extension.charge)
+    operators = strict_device.OperatorTimes(lambda *call: costs(*call).seconds, strict_device.extension.charge)
     kernels = TimedKernels(Kernels.best(torch.device("cpu")), machine, operators)
-    step, measured, timer = step_of(batch, clipped), [], StepTimer()
-    with Engine(build, configured("strict", budget), kernels=kernels) as engine, operators:
+    step, measured, ends = step_of(batch, clipped), [], []
+    with (
+        Engine(build, configured("strict", budget), kernels=kernels) as engine,
+        operators,
+        ThreadPoolExecutor(1) as waiter,
+    ):
         for _ in range(WARM_UP_STEPS + steps):
             before = operators.charged_s, kernels.host.busy_s
             step(engine)
-            timer.end_step()
+            event = torch.Event(device=torch.device("strict"))
+            event.record()
+            ends.append(waiter.submit(passed_s, event))  # the training thread does not wait
             after = operators.charged_s, kernels.host.busy_s
             measured.append([end - start for start, end in zip(before, after, strict=True)])
-        seconds = timer.close()
+        seconds = [end_s - start_s for start_s, end_s in pairwise(each.result() for each in ends)]
         stats = engine.stats.last
     strict_device.configure()
     compute_s, update_s = (median(values) for values in zip(*measured[WARM_UP_STEPS:], strict=True))
-    return Measurement(median(seconds[-steps:]), compute_s, update_s, stats)
+    return median(seconds[-steps:]), compute_s, update_s, stats
 
 
 def row(case: Case, clipped: bool, steps: int) -> dict[str, str]:
     predicted = predict(case, clipped)
-    measured = measure(case, clipped, predicted.device_budget_bytes, steps)
-    ratio = measured.seconds / predicted.seconds
-    update_s = next(used.busy_s for used in predicted.channels if used.name == "update on the host")
-    both = predicted.stats, measured.stats
+    seconds, compute_s, update_s, stats = measure(case, clipped, predicted.device_budget_bytes, steps)
+    ratio, both = seconds / predicted.seconds, (predicted.stats, stats)
     return {
         "case": case.name,
         "step": "clipped" if clipped else "update=True",
-        "compute": f"{predicted.compute_s:.2f} / {measured.compute_s:.2f} s",
-        "update on the host": f"{update_s:.2f} / {measured.update_s:.2f} s",
+        "compute": f"{predicted.compute_s:.2f} / {compute_s:.2f} s",
+        "update on the host": f"{host_update_s(predicted):.2f} / {update_s:.2f} s",
         "to the device": " / ".join(format_size(stats.h2d_bytes) for stats in both),
         "to the host": " / ".join(format_size(stats.d2h_bytes) for stats in both),
-        "updates in backward": " / ".join(f"{stats.speculation_hits}" for stats in both)
-        + f" of {measured.stats.speculated}",
+        "updates in backward": " / ".join(f"{stats.speculation_hits}" for stats in both) + f" of {stats.speculated}",
         "bound": f"{predicted.bound_s:.2f} s",
         "dry run": f"{predicted.seconds:.2f} s",
-        "measured": f"{measured.seconds:.2f} s",
+        "measured": f"{seconds:.2f} s",
         "measured / dry run": f"{ratio:.2f}{'' if abs(ratio - 1) <= LIMIT else ' (!)'}",
     }
 

@@ -2,9 +2,8 @@
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gpu_stages.turns import Program, Turn
 
@@ -14,15 +13,8 @@ DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 COMPUTE_SANITIZER = "/usr/local/cuda/bin/compute-sanitizer"
 
 
-@dataclass(frozen=True)
-class Call:
-    """Programs that one command runs.
-
-    Args:
-        name: Name on the command line.
-        minutes: Time limit.
-        description: Short description of its results.
-    """
+class Call(NamedTuple):
+    """Programs that one command runs, its time limit, and what results they have."""
 
     name: str
     minutes: float

@@ -1,7 +1,8 @@
 """Rates of the machine and of this package's kernels: copies, updates, page-locking, matrix products, the disk."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -79,9 +80,9 @@ def copies(record: Record, options: SimpleNamespace) -> None:
 
     measure("")
     host, span = Kernels.best(HOST), benchmark_span(1 << (18 if options.small else 26))
-    with _repeated(lambda: host.update([span], ())) as repeated:
+    with _repeated(lambda: host.update([span], ())) as times:
         measure(", beside updates on the host")
-    rate = UPDATE_BYTES * span.numel * repeated.count / repeated.seconds / 1e9
+    rate = UPDATE_BYTES * span.numel * len(times) / sum(times) / 1e9
     record.figure("updates on the host, beside these copies", rate, "GB/s")
     size = 128 if options.small else 8192
     matrix = torch.randn(size, size, device=device).bfloat16()
@@ -89,26 +90,22 @@ def copies(record: Record, options: SimpleNamespace) -> None:
     record.figure(f"matrix product of {size}, bf16", 2 * size**3 / product_s / 1e12, "TFLOP/s")
 
 
-class _repeated:
-    """Context in which another thread repeats an action."""
+@contextmanager
+def _repeated(action: Callable[[], object]) -> Iterator[list[float]]:
+    """Repeat an action in another thread; yield the seconds of each time."""
+    times, stop = [], threading.Event()
 
-    def __init__(self, action: Callable[[], object]) -> None:
-        self.count, self.seconds = 0, 0.0
-        self._action, self._stop = action, threading.Event()
-        self._thread = threading.Thread(target=self._run)
+    def run() -> None:
+        while not stop.is_set():
+            times.append(once(action, HOST))
 
-    def _run(self) -> None:
-        while not self._stop.is_set():
-            self.seconds += once(self._action, HOST)
-            self.count += 1
-
-    def __enter__(self) -> "_repeated":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._stop.set()
-        self._thread.join()
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield times
+    finally:
+        stop.set()
+        thread.join()
 
 
 def page_locking(record: Record, options: SimpleNamespace) -> None:

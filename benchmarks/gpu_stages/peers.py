@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 Step = Callable[[torch.Tensor], torch.Tensor]
 StepAndClose = tuple[Step, Callable[[], None]]
+OPTIONS = ps.AdamW()
+FUSED = partial(torch.optim.AdamW, lr=OPTIONS.lr, weight_decay=OPTIONS.weight_decay, fused=True)
+"""PyTorch's fused AdamW with the defaults of ours."""
 
 
 def sum_of(losses: list[torch.Tensor]) -> torch.Tensor:
@@ -25,16 +28,23 @@ def sum_of(losses: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack(losses).float().sum()
 
 
-def train_parts(
-    model: Callable[..., Any], backward: Callable[[torch.Tensor], object], ids: torch.Tensor, parts: int
-) -> torch.Tensor:
-    """Compute the gradients of a batch in parts; return the loss."""
-    losses = []
-    for part in ids.chunk(parts):
-        loss = model(input_ids=part, labels=part).loss / parts
-        backward(loss)
-        losses.append(loss.detach())
-    return sum_of(losses)
+def clipped_step(
+    run: "Run", model: Any, optimizer: Any, params: list[nn.Parameter], backward: Callable[[torch.Tensor], object]
+) -> Step:
+    """Return a step in parts, whose gradients PyTorch clips."""
+
+    def step(ids: torch.Tensor) -> torch.Tensor:
+        losses = []
+        for part in ids.chunk(run.parts):
+            loss = model(input_ids=part, labels=part).loss / run.parts
+            backward(loss)
+            losses.append(loss.detach())
+        nn.utils.clip_grad_norm_(params, run.max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        return sum_of(losses)
+
+    return step
 
 
 def no_close() -> None:
@@ -43,20 +53,11 @@ def no_close() -> None:
 
 def plain(run: "Run") -> StepAndClose:
     """Return a step of plain PyTorch in the same mixed precision, with its fused AdamW over fp32 master parameters."""
-    options = ps.AdamW()
-    fused = partial(torch.optim.AdamW, lr=options.lr, weight_decay=options.weight_decay, fused=True)
     model = materialize(build_on_meta(run.model, run.checkpointing), torch.device(run.device))
-    trainer = ReferenceTrainer(model, ps.Config(device=run.device, optimizer=fused))
-
-    def step(ids: torch.Tensor) -> torch.Tensor:
-        loss = train_parts(trainer, trainer.backward, ids, run.parts)
-        # PyTorch's own: the reference's is exact, and waits for every parameter.
-        torch.nn.utils.clip_grad_norm_(list(trainer.masters.values()), run.max_norm)
-        trainer.optimizer.step()
-        trainer.optimizer.zero_grad()
-        return loss
-
-    return step, no_close
+    trainer = ReferenceTrainer(model, ps.Config(device=run.device, optimizer=FUSED))
+    # PyTorch clips: the reference's way is exact, and waits for every parameter.
+    masters = list(trainer.masters.values())
+    return clipped_step(run, trainer, trainer.optimizer, masters, trainer.backward), no_close
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
@@ -86,31 +87,21 @@ def fsdp2(run: "Run") -> StepAndClose:
     for layer in layers_of(model):
         fully_shard(layer, **policy)
     fully_shard(model, **policy)
-    options = ps.AdamW()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=options.weight_decay, fused=True)
-
-    def step(ids: torch.Tensor) -> torch.Tensor:
-        loss = train_parts(model, torch.Tensor.backward, ids, run.parts)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), run.max_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    return step, dist.destroy_process_group
+    params = list(model.parameters())
+    return clipped_step(run, model, FUSED(params), params, torch.Tensor.backward), dist.destroy_process_group
 
 
 def deepspeed(run: "Run") -> StepAndClose:
     """Return a step of DeepSpeed ZeRO-3 with parameters and optimizer on the host."""
     import deepspeed
 
-    options = ps.AdamW()
     on_host = {"device": "cpu", "pin_memory": True}
     config = {
         "train_micro_batch_size_per_gpu": run.batch // run.parts,
         "gradient_accumulation_steps": run.parts,
         "gradient_clipping": run.max_norm,
         "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": options.lr, "weight_decay": options.weight_decay}},
+        "optimizer": {"type": "AdamW", "params": {"lr": OPTIONS.lr, "weight_decay": OPTIONS.weight_decay}},
         "zero_optimization": {"stage": 3, "offload_param": on_host, "offload_optimizer": on_host},
     }
     model = materialize(build_on_meta(run.model, run.checkpointing), torch.device("cpu"))

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 
+from report import table
+
 from gpu_stages.record import Check, End, Entry, Fact, Figure, from_json, to_json
 
 
@@ -92,5 +94,4 @@ def _number(value: float) -> str:
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    cells = [[cell.replace("|", "/").replace("\n", " ").strip() for cell in row] for row in rows]
-    return "\n".join(f"| {' | '.join(row)} |" for row in [columns, ["---"] * len(columns), *cells])
+    return table([[cell.replace("|", "/").replace("\n", " ").strip() for cell in row] for row in rows], columns)

@@ -5,9 +5,10 @@ from functools import cache
 from typing import Any
 
 import torch
+from steps import checkpointed, gpt
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from patrickstar._models.presets import PRESETS
 from patrickstar.integrations.transformers._model_builder import parameters_on_meta
 
 SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
@@ -23,23 +24,11 @@ PATTERN_NUMEL = 1 << 20
 
 def build(name: str, checkpointing: bool) -> nn.Module:
     """Build a causal language model in training mode."""
-    from transformers import GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
-
-    if name in LLAMAS:
-        config = LlamaConfig(
-            **LLAMAS[name], max_position_embeddings=8192, bos_token_id=0, eos_token_id=0, use_cache=False
-        )
-        model: Any = LlamaForCausalLM(config)
-    else:
-        config = PRESETS[name].config()
-        config.use_cache = False
-        model = GPT2LMHeadModel(config)
-    model.train()
-    if checkpointing:
-        # gradient_checkpointing_enable is the name before transformers 5.23.
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
-    return model
+    if name not in LLAMAS:
+        return gpt(name, checkpointing)
+    config = LlamaConfig(**LLAMAS[name], max_position_embeddings=8192, bos_token_id=0, eos_token_id=0, use_cache=False)
+    model = LlamaForCausalLM(config).train()
+    return checkpointed(model) if checkpointing else model
 
 
 def build_on_meta(name: str, checkpointing: bool) -> nn.Module:

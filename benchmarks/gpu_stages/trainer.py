@@ -8,7 +8,6 @@ from statistics import median
 from types import SimpleNamespace
 
 import torch
-from transformers import GPT2LMHeadModel, LlamaForCausalLM  # noqa: F401  before the program's turn
 
 import patrickstar as ps
 from gpu_stages.peers import PEERS, Step, StepAndClose, sum_of

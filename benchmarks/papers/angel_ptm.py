@@ -60,31 +60,6 @@ TABLE_5 = (
 )
 """System, model, samples per GPU and step, samples per second of the server."""
 
-SHAPE_TEXT = """
-The presets have the shapes as printed; where these contradict their names, the last column has the layers with which
-they would not. Section 6.2 repeats the layers of 28B and 55B. Table 3 lists four EPYC 7K62, section 5 two processors,
-and no server holds more of that type; the spec has the rates of two with DDR4-3200. Changes of Table 5 are the largest
-of its estimates at 512 tokens.
-"""
-THROUGHPUT_TEXT = f"""
-Samples/s of a server without the SSD. Table 5 gives no length, and samples/s are nearly inversely proportional to it:
-each is shown for two lengths (a T5: as many input as output tokens), for the printed shape and for that of the named
-size. Choosing the better one, row by row, would be a fit. *TFLOPS needed*: what the published rate requires of a GPU,
-whose peak is {PEAK_TFLOPS}, for the printed shape with recomputation. Rows of DeepSpeed have the same estimates. At
-batch 1 both systems take 5 to 38 times as long as the estimate.
-
-Estimates of large batches are bound by computation. The dry run of a T5 is slower, because transformers' T5 executes
-norms, and attention with position biases, as operators that are bound by GPU memory. That of a GPT can be faster,
-because checkpointing recomputes fewer products than the formulas count. It simulates one process, which for a server
-manages the whole model with the host memory and update rate of all; a GPU then seems to hold whole chunks, not shards.
-"""
-CLUSTER_TEXT = """
-Figure 8 gives neither batch nor length: ours are the smallest and the largest batch that fits. Table 6 gives neither,
-nor the number of experts: ours are 512 tokens, and as many experts per GPU as come nearest to the size. The disk
-determines an exact step, so that samples/s are proportional to the batch. The paper's text repeats two figures of Table
-6 as 317.72, on 64 GPUs, and 962.31; the ratio that it prints is that of the table.
-"""
-
 
 def server() -> Iterator[Figure]:
     memory, pcie = {"memory": 32 * 2**35, "memory_bandwidth": 0.75 * 16 * 8 * 2.933e9}, {"h2d": 32e9, "d2h": 32e9}
@@ -202,12 +177,12 @@ def clusters() -> Iterator[Figure]:
     yield Figure(table, "lock-free relative to exact", 2.96, ours, note)
 
 
-def sections() -> Iterator[Section]:
-    """Yield the sections of the page."""
-    yield Section("Angel-PTM: server, shapes and bytes", SHAPE_TEXT, [*server(), *shapes()])
+def sections() -> dict[str, Section]:
+    """Return the sections of the page."""
     kinds = ("as printed", "of the named size", "dry run", "TFLOPS needed")
-    columns = [f"{kind}, {length}" for kind in kinds for length in LENGTHS]
-    text = "Ours is the deepest model for which some placement respects all capacities, with 14 bytes per parameter."
-    yield Section("Angel-PTM: largest models", text, list(largest_models()))
-    yield Section("Angel-PTM: throughput of a server", THROUGHPUT_TEXT, list(throughputs()), columns)
-    yield Section("Angel-PTM: clusters, experts and SSDs", CLUSTER_TEXT, list(clusters()))
+    return {
+        "angel_ptm_shapes": Section([*server(), *shapes()]),
+        "angel_ptm_largest": Section(list(largest_models())),
+        "angel_ptm_throughput": Section(list(throughputs()), [f"{kind}, {n}" for kind in kinds for n in LENGTHS]),
+        "angel_ptm_clusters": Section(list(clusters())),
+    }

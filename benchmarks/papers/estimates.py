@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import cache
 
 from dry_runs import builder_of, dry_run
+from steps import checkpointed
 from torch import nn
 from transformers import T5ForConditionalGeneration
 
@@ -93,9 +94,7 @@ def dry_run_s(preset: str, batch: int, sequence: int, machine: Machine) -> float
     def build_t5() -> nn.Module:
         config = T5_PRESETS[preset].config()
         config.use_cache = False
-        model = T5ForConditionalGeneration(config)
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        return model
+        return checkpointed(T5ForConditionalGeneration(config))
 
     build = builder_of(preset) if preset in PRESETS else build_t5
     return dry_run(build, machine, batch, sequence).seconds

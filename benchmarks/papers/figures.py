@@ -41,23 +41,21 @@ class Figure:
 
 @dataclass(frozen=True)
 class Section:
-    """Section of the page: prose, then the figures.
+    """Table of the page.
 
     Attributes:
         columns: If there are some, those of a grid: each row has as many figures of one source. None is an empty field.
     """
 
-    title: str
-    prose: str
     figures: Sequence[Figure | None]
     columns: Sequence[str] = ()
 
-    def text(self) -> str:
-        """Compute the figures and return the section in Markdown."""
+    def table(self) -> str:
+        """Compute the figures and return them in Markdown."""
         width = len(self.columns) or 1
         rows = shown(self._row(self.figures[start : start + width]) for start in range(0, len(self.figures), width))
         columns = [*COLUMNS[:3], *self.columns] if self.columns else COLUMNS
-        return f"## {self.title}\n\n{self.prose.strip()}\n\n{table(rows, columns)}\n"
+        return table(rows, columns)
 
     def _row(self, figures: Sequence[Figure | None]) -> list[str]:
         given = [figure for figure in figures if figure is not None]

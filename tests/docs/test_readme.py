@@ -25,7 +25,7 @@ def test_tables_are_those_of_the_results():
 
 def test_each_measured_row_has_a_limit():
     rows = list(readme_table.measured())
-    assert len(rows) >= 9 and all(row.ours and row.limit for row in rows)
+    assert len(rows) >= 9 and all(ours.strip("*") and limit for *_, ours, limit in rows)
 
 
 def test_the_picture_is_that_of_the_recorded_step():
