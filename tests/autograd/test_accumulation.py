@@ -83,6 +83,17 @@ def test_unusual_steps(step, config, recomputing):
     compare_steps(lambda: Stack([mlp(), linear()], recomputing), config, step)
 
 
+@trains(lambda: Stack([mlp()]))
+def test_accumulation_changes_from_step_to_step(trainer, optimizer):
+    for step, micro_batches in enumerate([1, 3, 1, 2]):
+        for (x,) in normal_batches(micro_batches):
+            loss = mean_square(trainer(x + step))
+            trainer.backward(loss)
+            yield loss.detach()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 @pytest.mark.parametrize("kind", ["hook", "post-accumulate hook"])
 @trains(lambda: Stack([mlp(), linear()]))
 def test_hooks_of_the_user_on_a_parameter(trainer, optimizer, kind):

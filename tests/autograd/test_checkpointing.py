@@ -39,6 +39,10 @@ def dropouts(m, x):
 with_dropout = module(dropouts, up=lambda: nn.Linear(WIDTH, 2 * WIDTH), down=lambda: nn.Linear(2 * WIDTH, WIDTH))
 
 
+def test_dropout_is_replayed(config, checkpointing):
+    assert_blocks_exact(with_dropout, config, checkpointing)
+
+
 # Inside an outer reentrant checkpoint the first forward runs without gradients, so PyTorch warns in the inner one.
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
 @pytest.mark.parametrize("inner", ["reentrant", "non-reentrant"])

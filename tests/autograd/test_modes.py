@@ -69,6 +69,12 @@ def test_no_grad_inside_forward(config):
     testing.assert_exact(lambda: Stack([build()]), normal_batches(), config)
 
 
+def test_another_shape_at_each_step(config, checkpointing):
+    shapes = [(2, 3), (2, 7), (1, 1), (3, 3), (2, 7)]
+    batches = [(normal(batch, length, WIDTH, seed=length),) for batch, length in shapes]
+    testing.assert_exact(lambda: build(checkpointing), batches, config)
+
+
 def test_another_depth_at_each_step(config):
     """The number of layers that run is an input."""
 

@@ -10,6 +10,7 @@ from torch.optim import lr_scheduler
 from toys import mean_square, module
 
 import patrickstar as ps
+from patrickstar.errors import ModelError, PatrickStarError
 
 from .optimizer_cases import OPTIMIZERS, SOME, SignSGD, Torch, build, plain_sgd, plain_steps
 from .zoo import WIDTH, linear, normal, normal_batches, small_chunks, through_a_file, train, trains
@@ -54,6 +55,10 @@ def test_steps_where_everything_fits(name, recomputing):
 @pytest.mark.parametrize("max_norm", [1e-3, 1e3], ids=["clipped", "left alone"])
 def test_clipping_and_accumulation(max_norm, config):
     ps.testing.assert_exact(build, normal_batches(6), config, max_norm=max_norm, accumulation=2)
+
+
+def test_a_learning_rate_schedule(config):
+    ps.testing.assert_exact(build, normal_batches(4), config, scheduler=SCHEDULERS["warm-up from zero"])
 
 
 def decay_and_speed(model):
@@ -198,7 +203,7 @@ def test_a_momentum_that_the_options_did_not_announce_is_right_or_refused_by_nam
 
     try:
         ps.testing.compare(build, small_chunks("bf16", optimizer=chosen), script)
-    except ps.errors.PatrickStarError as error:
+    except PatrickStarError as error:
         assert "momentum" in str(error)
 
 
@@ -279,5 +284,5 @@ def test_states_of_another_optimizer_are_refused(precision):
     saved = optimizer.state_dict()
     for other in (ps.SGD(lr=0.1, momentum=0.9), ps.Lion(), ps.AdamW(), SignSGD(), Torch.RMSprop):
         engine, optimizer = ps.initialize(build, small_chunks(precision, optimizer=other))
-        with pytest.raises(ps.errors.ModelError, match=r"but this optimizer needs.*nothing was loaded"):
+        with pytest.raises(ModelError, match=r"but this optimizer needs.*nothing was loaded"):
             optimizer.load_state_dict(saved)

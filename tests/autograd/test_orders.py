@@ -10,7 +10,7 @@ from toys import mean_square, update
 import patrickstar as ps
 from patrickstar.errors import ModelError, TrainingError
 
-from .zoo import WIDTH, Stack, linear, mlp, normal, normal_batches, small_chunks, trains
+from .zoo import WIDTH, Stack, linear, mlp, normal, normal_batches, small_chunks, train, trains
 
 
 def chain(checkpointing="off"):
@@ -143,6 +143,22 @@ def test_an_engine_called_inside_anothers_forward(trainer, optimizer, config):
             target = teacher(x)
         yield update(trainer, mean_square(output - target))
     teacher.close()
+
+
+def test_one_engine_after_another_over_one_module(config):
+    """A closed engine leaves a plain module, which another engine can manage."""
+    torch.manual_seed(0)
+    module = other_model()
+    first, _ = ps.initialize(module, config)
+    train(first)
+    trained = first.state_dict()
+    first.close()
+    ps.testing.assert_same_bits(trained, dict(module.state_dict()), "parameters of the module that was let go")
+    assert module(normal_batches(1)[0][0]).isfinite().all()
+
+    second, _ = ps.initialize(module, config)
+    assert all(loss.isfinite() for loss in train(second))
+    second.close()
 
 
 @pytest.mark.parametrize("precision", ["fp16", "fp32"])

@@ -146,6 +146,16 @@ def test_spectral_norm_which_updates_buffers_from_weights(checkpointing):
     assert_blocks_exact(build, small_chunks("fp32"), checkpointing)
 
 
+def test_frozen_base_with_adapters_alone_trainable(config):
+    def adapted():
+        model = Stack([adapter(), adapter()])
+        model.stem.requires_grad_(False)
+        model.head.requires_grad_(False)
+        return model
+
+    testing.assert_exact(adapted, normal_batches(), config)
+
+
 def test_frozen_first_layers_whose_inputs_need_no_gradient(config):
     build = lambda: nn.Sequential(wholly_frozen(), wholly_frozen(), linear(), wholly_frozen())  # noqa: E731
     testing.assert_exact(build, normal_batches(), config)

@@ -9,7 +9,22 @@ from toys import mean_square, module, update
 
 import patrickstar as ps
 
-from .zoo import WIDTH, Stack, linear, normal, normal_batches, small_chunks, tokens, trains
+from .zoo import WIDTH, Stack, linear, next_token_loss, normal, normal_batches, small_chunks, tokens, trains
+
+
+class TiedLanguageModel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.body, self.head = nn.Embedding(11, WIDTH), linear(), nn.Linear(WIDTH, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids):
+        return self.head(torch.tanh(self.body(self.embedding(ids))))
+
+
+def test_tied_embedding_and_head(config):
+    batches = [(tokens(11, 2, 5, seed=step),) for step in range(3)]
+    ps.testing.assert_exact(TiedLanguageModel, batches, config, loss_fn=next_token_loss)
 
 
 def test_one_block_object_at_several_depths(config, checkpointing):

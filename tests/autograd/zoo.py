@@ -6,6 +6,7 @@ import io
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 import toys
 from torch.utils.checkpoint import checkpoint
 
@@ -30,6 +31,11 @@ def tokens(vocabulary, *shape, seed=0):
 
 def normal_batches(steps=3, *shape):
     return [(normal(*(shape or (2, 3, WIDTH)), seed=step),) for step in range(steps)]
+
+
+def next_token_loss(logits, batch):
+    (ids,) = batch
+    return F.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())
 
 
 def train(trainer, steps=3, first=0):

@@ -109,6 +109,13 @@ def test_a_rank_without_others_is_refused(tmp_path):
     assert "MASTER_ADDR" in ended.text and "torchrun" in ended.text
 
 
+@pytest.mark.slow
+def test_each_process_prints_an_error(tmp_path):
+    for ended in train_forked(tmp_path, options(tmp_path, tmp_path / "log", "--device-memory", "64KiB"), 2):
+        assert ended.code != 0
+        assert ended.text.count("error: the model data of") == 1
+
+
 def test_resuming_on_two_processes_and_on_one(tmp_path):
     whole, rest, alone = (tmp_path / name for name in ("whole.jsonl", "rest.jsonl", "alone.jsonl"))
     words = ["--batch", "2", "--steps", "4", "--save-every", "2", "--save-to", "saved", "--keep", "9"]

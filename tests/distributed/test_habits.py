@@ -23,6 +23,7 @@ from toys import train
 
 import patrickstar as ps
 from patrickstar._distributed.process_group import World
+from patrickstar.errors import ModelError, TrainingError
 from patrickstar.testing import assert_same_bits
 
 from . import ranks
@@ -67,7 +68,7 @@ def gradients(precision: str, replicas: int) -> None:
     stored = torch.bfloat16 if precision == "bf16" else torch.float32
     assert_same_bits([p.grad.to(stored) for p in plain], [g.to(stored) for g in gradients_of(engine)], "clipped")
     same_everywhere(gradients_of(engine))
-    with pytest.raises(ps.errors.TrainingError, match=r"'words\.weight' can't be assigned, since several processes"):
+    with pytest.raises(TrainingError, match=r"'words\.weight' can't be assigned, since several processes"):
         params[0].grad = torch.ones_like(params[0])
     engine.optimizer.step()
     same_everywhere(list(engine.state_dict().values()))
@@ -166,7 +167,7 @@ def test_habits_with_dtensors():
         engine(inputs)
         assert torch.isfinite(gathered.to_local()).all()
     module.up.float()
-    with pytest.raises(ps.errors.ModelError, match=r"parameter 'up\.weight' was replaced or added"):
+    with pytest.raises(ModelError, match=r"parameter 'up\.weight' was replaced or added"):
         engine(inputs)
     engine.close()
     assert torch.isfinite(module.down.weight.full_tensor()).all()

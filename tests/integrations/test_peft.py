@@ -244,3 +244,13 @@ def test_generation_has_the_bits_of_the_plain_model():
 def test_adapters_are_refused_by_the_engines_method(tmp_path):
     with pytest.raises(ModelError, match=r"PeftModel\w* has PEFT adapters.*engine\.module\.save_pretrained"):
         engine_of(adapted, "bf16").save_pretrained(tmp_path / "engine")
+
+
+def test_a_merged_model_loads_in_transformers(tmp_path):
+    engine = engine_of(adapted, "fp32")
+    engine.close()
+    merged = engine.module.merge_and_unload()
+    merged.save_pretrained(tmp_path)
+    assert_same_bits(
+        dict(merged.state_dict()), dict(GPT2LMHeadModel.from_pretrained(tmp_path).state_dict()), "the merged model"
+    )

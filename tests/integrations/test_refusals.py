@@ -87,6 +87,13 @@ def test_every_named_setting_suffices(less, tmp_path):
         follow(setting, LESS[less], tmp_path)
 
 
+def test_without_a_sample_the_first_step_names_them(tmp_path):
+    with pytest.raises(ps.errors.BudgetError, match="this training step does not fit") as refused:
+        train(gpt, options())
+    for setting in settings_of(str(refused.value)):
+        follow(setting, {}, tmp_path)
+
+
 def test_a_sample_that_fits_changes_nothing():
     config = options(device_memory=100 << 20)
     expected, found = train(gpt, config), train(gpt, config, before=SAMPLE)

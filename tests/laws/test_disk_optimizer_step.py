@@ -1,6 +1,7 @@
 """The update from disk to disk: what is read when, and that the pool's pages all come back."""
 
 import time
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -21,7 +22,7 @@ WIDTH = 64
 def engine_on(folder, device_memory="24KiB", host_memory="140KiB", **hooks) -> ps.Engine:
     memory = {"device_memory": device_memory, "host_memory": host_memory}
     config = ps.Config(device="cpu", chunk_size=8448, disk=ps.Disk(folder), **memory)
-    return engine_of(lambda: layers(WIDTH, 12, nn.Tanh), config, page_bytes=4096, **hooks)
+    return engine_of(partial(layers, WIDTH, 12, nn.Tanh), config, page_bytes=4096, **hooks)
 
 
 @pytest.fixture

@@ -131,6 +131,18 @@ def test_a_dry_run_allocates_no_memory_for_weights(count):
     assert report.seconds >= (1 - ROUNDING) * report.bound_s > 0
 
 
+def test_the_busiest_channel_is_a_lower_bound_of_the_time():
+    build = partial(layers, 256, 8)
+    slow = LAPTOP.model_copy(update={"host": LAPTOP.host.model_copy(update={"memory_bandwidth": 1e9})})
+
+    options_ = config("bf16", "auto", device_memory=1 << 20, host_memory=1 << 30)
+    fast, other = (simulate(Engine, build, options_, on_meta(8, 256), machine) for machine in (LAPTOP, slow))
+    assert other.seconds > fast.seconds
+    for report in (fast, other):
+        assert report.seconds >= report.bound_s
+        assert report.stats.h2d_bytes > 0
+
+
 @pytest.mark.parametrize("clips", [(), (1.0,), (0.5,)], ids=["not clipped", "without effect", "clipped"])
 def test_updates_that_outlast_a_step_are_not_left_to_the_next_one(clips):
     slow = DESKTOP.model_copy(update={"host": DESKTOP.host.model_copy(update={"memory_bandwidth": 1e9})})

@@ -13,6 +13,7 @@ from toys import Shape, batches, inputs, layers, mean_square, module, train
 
 import patrickstar as ps
 from patrickstar._dry_run.precision_choice import warn_of_slow_precision
+from patrickstar.errors import BudgetError, ModelError, TrainingError
 from patrickstar.runtime import initialize_engine
 
 WIDTH = 32
@@ -54,14 +55,14 @@ def test_the_papers_entry_point_does_the_same():
 def test_meta_parameters_without_weights_are_refused_by_name():
     with torch.device("meta"):
         built = words()
-    with pytest.raises(ps.errors.ModelError, match=r"words\.weight.*meta"):
+    with pytest.raises(ModelError, match=r"words\.weight.*meta"):
         ps.initialize(built, ps.Config(device="cpu"))
 
 
 def test_backward_wants_a_scalar_that_depends_on_a_parameter():
     engine = words_engine(device_memory=1 << 24)
     for shape in ((3,), ()):
-        with pytest.raises(ps.errors.TrainingError, match=r"scalar loss.*requires_grad=False"):
+        with pytest.raises(TrainingError, match=r"scalar loss.*requires_grad=False"):
             engine.backward(torch.zeros(shape))
     engine.close()
 
@@ -74,7 +75,7 @@ def test_an_operator_out_of_memory_is_explained():
         return torch.addmm(weight, weight.new_empty(1 << 40, 1), weight.new_empty(1, 1 << 10))
 
     engine.module.forward = greedy.__get__(engine.module)
-    with pytest.raises(ps.errors.BudgetError, match=r"ran out of memory.*chunks.*budget is 16777216"):
+    with pytest.raises(BudgetError, match=r"ran out of memory.*chunks.*budget is 16777216"):
         engine(torch.arange(6))
     engine.close()
 

@@ -14,6 +14,7 @@ from toys import train
 import patrickstar as ps
 from patrickstar._schedule.placement import Tier
 from patrickstar._schedule.step_timeline import Channel, StepTimeline
+from patrickstar.errors import ConfigError, TrainingError
 
 from .tiers import Room, blocks, inputs, on_disk, options, small_engine
 
@@ -146,12 +147,12 @@ def test_chrome_trace(tmp_path):
 def test_mistakes(tmp_path):
     engine = engine_on("device", tmp_path)
     with engine.record() as recording:
-        with pytest.raises(ps.errors.TrainingError, match="is being recorded already"), engine.record():
+        with pytest.raises(TrainingError, match="is being recorded already"), engine.record():
             pass
         step(engine, 0)
-    with pytest.raises(ps.errors.ConfigError, match=r"the trace .*missing/trace.json can't be written"):
+    with pytest.raises(ConfigError, match=r"the trace .*missing/trace.json can't be written"):
         recording.chrome_trace(tmp_path / "missing" / "trace.json")
-    with pytest.raises(ps.errors.ConfigError, match=r"is no trace of torch.profiler that can be read"):
+    with pytest.raises(ConfigError, match=r"is no trace of torch.profiler that can be read"):
         recording.chrome_trace(tmp_path / "trace.json", tmp_path / "missing.json")
     with pytest.raises(RuntimeError, match="in the middle"), engine.record():
         raise RuntimeError("in the middle")
@@ -159,5 +160,5 @@ def test_mistakes(tmp_path):
     with engine.record():
         step(engine, 1)
         engine.close()
-    with pytest.raises(ps.errors.TrainingError, match="closed"), engine.record():
+    with pytest.raises(TrainingError, match="closed"), engine.record():
         pass

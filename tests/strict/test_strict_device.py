@@ -48,6 +48,12 @@ def page_locked(numel: int) -> torch.Tensor:
     return torch.zeros(numel, pin_memory=True)
 
 
+def test_operators_run_when_they_are_waited_for():
+    value = torch.ones(4, device=DEVICE)
+    assert strict_device.extension.pending_tasks() > 0
+    assert value.sum().item() == 4
+
+
 def test_the_host_cannot_read_device_memory():
     program = "import sys; sys.path.insert(0, sys.argv[1]); import ctypes, strict_device, torch\n"
     program += "ctypes.string_at(torch.ones(4, device='strict').data_ptr(), 4)\n"
