@@ -2,6 +2,7 @@
 
 import gc
 import re
+import warnings
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,12 @@ def run(block: Block, namespace: dict[str, object]) -> None:
     exec(compile("\n" * (block.line - 1) + block.code, block.page, "exec"), namespace)
 
 
+def test_outputs_are_compared():
+    assert matches("loss …\nend", "loss 3.2\nend\n")
+    assert not matches("loss …\nend", "loss 3.2\n4\nend")
+    assert not matches("a.b", "aXb")
+
+
 def test_each_block_has_a_language_that_is_checked():
     every = [block for page in PAGES for block in blocks(page)]
     wrong = [f"{block.name}: {block.language or 'none'}" for block in every if block.language not in LANGUAGES]
@@ -81,3 +88,9 @@ def test_no_page_uses_a_name_that_transformers_deprecates():
     """Libraries use such names themselves, so that their warnings do not tell."""
     codes = {block.name: block.code for page in WITH_CODE for block in blocks(page) if block.language == "python"}
     assert not [name for name, code in codes.items() if re.search(r"[.(,\s]gradient_checkpointing\w*[(=]", code)]
+
+
+def test_warnings_of_this_package_are_errors():
+    with pytest.raises(UserWarning, match="noticed"):
+        exec(compile("import warnings\nwarnings.warn('noticed')", "x", "exec"), {"__name__": "patrickstar.x"})
+    warnings.warn("a library's", stacklevel=1)

@@ -80,3 +80,11 @@ def test_an_example_runs_as_a_script(name: str, tmp_path: Path) -> None:
     ended = run(tmp_path, *launcher, str(EXAMPLES / f"{name}.py"), *options.split())
     assert_ended_well(ended)
     assert printed in ended.stdout
+
+
+def test_outputs_that_differ_are_found(tmp_path: Path) -> None:
+    (tmp_path / "page.py").write_text("raise SystemExit(print('Traceback'))")
+    assert_ended_well(run(tmp_path, "page.py"))
+    (tmp_path / "page.py").write_text("1 / 0")
+    with pytest.raises(AssertionError, match="ZeroDivisionError"):
+        assert_ended_well(run(tmp_path, "page.py"))

@@ -3,6 +3,7 @@
 import ast
 from pathlib import Path
 
+import pytest
 from torch.utils._device import _device_constructors
 
 import patrickstar
@@ -26,6 +27,27 @@ def without_device(source: str) -> list[int]:
 
 
 def test_every_tensor_that_is_made_says_on_which_device():
-    lines = {path.relative_to(SOURCES): without_device(path.read_text()) for path in sorted(SOURCES.rglob("*.py"))}
-    found = [f"{path}:{line}" for path, without in lines.items() for line in without]
+    found = [
+        f"{path.relative_to(SOURCES)}:{line}"
+        for path in sorted(SOURCES.rglob("*.py"))
+        for line in without_device(path.read_text())
+    ]
     assert not found, f"without device=, a user's default device decides: {', '.join(found)}"
+
+
+@pytest.mark.parametrize(
+    ("source", "lines"),
+    [
+        ("x = torch.zeros(3)", [1]),
+        ("x = torch.zeros(\n    3, dtype=torch.int8\n)\ny = torch.tensor([torch.ones(2)], device='cpu')", [1, 4]),
+        ("x = torch.nested.nested_tensor([])", [1]),
+        ("x = torch.empty(0, device=device), torch.empty_like(y), torch.frombuffer(b, dtype=t), np.zeros(3)", []),
+    ],
+)
+def test_a_call_without_a_device_is_found(source, lines):
+    assert without_device(source) == lines
+
+
+def test_the_list_of_factories_is_pytorchs():
+    assert {"empty", "empty_strided", "zeros", "ones", "full", "tensor", "arange", "randn", "as_tensor"} <= FACTORIES
+    assert "empty_like" not in FACTORIES and "frombuffer" not in FACTORIES
