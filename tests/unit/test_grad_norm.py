@@ -176,6 +176,15 @@ def test_numbers_of_all_kinds(implementation, shapes, scales, seed):
     check(implementation, gradients, scales)
 
 
+@pytest.mark.parametrize("numels", [[], [1], [1000], [3, 70, 5000, 0, 33], [7] * 100], ids=str)
+def test_the_norm_is_as_good_as_an_exact_sum(numels):
+    random = np.random.default_rng(3)
+    gradients = [finite(numel, torch.float16, random) for numel in numels]
+    values = (float(value) for grad in gradients for value in gradient_of_the_update(grad, (0.3,)))
+    exact = math.sqrt(math.fsum(value**2 for value in values))
+    assert EagerBackend().grad_stats(gradients, (0.3,)).norm == pytest.approx(exact, rel=1e-12)
+
+
 def test_a_norm_is_the_root_of_sums_added_as_a_block():
     sums = tuple(np.random.default_rng(4).random(5 * LANES + 3).tolist())
     assert to_hex(GradStats(sums).norm) == to_hex(math.sqrt(sum_of_rows(list(sums))))
