@@ -30,7 +30,10 @@ OPTIMIZERS = ps.AdamW, ps.SGD, ps.Lion, ps.Muon, ps.AdamW8bit, AVERAGED
 
 
 def like_a_gpu(**options: int) -> None:
+    """Let the device count like a GPU, without what garbage of earlier tests has and its cache keeps."""
+    gc.collect()
     strict_device.configure(small_bytes=SMALL_BYTES, workspace_bytes=WORKSPACE_BYTES, **options)
+    torch.accelerator.empty_cache()
 
 
 @dataclass
@@ -78,7 +81,6 @@ class Draw:
 def run(seed: int, directory: Path) -> str:
     """Train a draw, and check the peaks; return why it was refused, or an empty string."""
     draw = Draw.of(seed, directory)
-    gc.collect()
     like_a_gpu(seed=seed, capacity=16 << 20)
     accelerator = Hardware(DEVICE).accelerator
     assert accelerator is not None
@@ -126,13 +128,12 @@ def test_updates_on_the_host_find_their_workspaces():
     """Muon multiplies matrices in the worker thread of updates, whose workspaces exist before planning."""
     like_a_gpu()
     config = ps.Config(device="strict", device_memory="200KiB", host_memory="8MiB", optimizer=ps.Muon())
-    engine = ps.Engine(partial(toys.layers, 64, 8, nn.GELU), config, page_bytes=4096)
     others = []
-    for (batch,) in toys.inputs(3, 64, rows=4):
-        others.append(torch.accelerator.memory_allocated(0) - engine.inspect().device.chunk_bytes)
-        toys.train(engine, [(batch,)])
-    assert {param.optimizer_tier for param in engine.inspect().parameters} >= {"host"}
-    engine.close()
+    with ps.Engine(partial(toys.layers, 64, 8, nn.GELU), config, page_bytes=4096) as engine:
+        for (batch,) in toys.inputs(3, 64, rows=4):
+            others.append(torch.accelerator.memory_allocated(0) - engine.inspect().device.chunk_bytes)
+            toys.train(engine, [(batch,)])
+        assert {param.optimizer_tier for param in engine.inspect().parameters} >= {"host"}
     assert max(others) - others[0] < 4096, others
     assert others[0] >= 3 * WORKSPACE_BYTES
 
@@ -141,8 +142,10 @@ def test_muon_evicts_no_sums_of_gradients_that_it_updates_with():
     """With a full host nothing else can make room for its products, which is said: the sums were moved before."""
     like_a_gpu()
     config = ps.Config(device="strict", device_memory=714_681, host_memory=393_120, optimizer=ps.Muon())
-    engine = ps.Engine(partial(toys.layers, 96, 5, nn.GELU), config, page_bytes=4096)
-    with pytest.raises(BudgetError, match="more bytes of chunks at once"):
+    with (
+        ps.Engine(partial(toys.layers, 96, 5, nn.GELU), config, page_bytes=4096) as engine,
+        pytest.raises(BudgetError, match="more bytes of chunks at once"),
+    ):
         toys.train(engine, toys.inputs(2, 96, rows=2), accumulation=2)
 
 
