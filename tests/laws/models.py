@@ -1,6 +1,7 @@
 """Descriptions of random models, configurations and meters for the tests of the invariants ("laws")."""
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 from hypothesis import strategies as st
@@ -8,8 +9,10 @@ from probes import manager_of, model_data_of, record_accesses
 from toys import Shape, batches, train
 
 import patrickstar as ps
+from patrickstar._chunks.chunk_manager import ChunkManager
+from patrickstar._hardware.vm_pool import round_up
 from patrickstar._layout.chunk_mapping import ALIGN_NUMEL
-from patrickstar._tiers.chunk import Region
+from patrickstar._tiers.chunk import Chunk, Region
 
 shapes = st.builds(
     Shape,
@@ -90,3 +93,30 @@ def check_alignment(engine: ps.Engine) -> set[tuple[str, str]]:
                 assert off == 0, f"{managed.name} in {chunk} on the {tier}: {off} bytes off"
                 checked.add((kind, tier))
     return checked
+
+
+def check_real_bytes(manager: ChunkManager, *more: Chunk) -> None:
+    """Assert that the memory that chunks, and more of them, use, whatever their flags, equals the tiers' counts."""
+    chunks, pool = {*manager.chunks.values(), *more}, manager.device_tier.page_pool
+    on_device = [chunk for chunk in chunks if chunk.device_bytes]
+    assert manager.device_tier.used == sum(chunk.nbytes for chunk in on_device)
+    # Each page has one owner, and ranges are whole pages.
+    paged = [] if pool is None else [chunk for chunk in chunks if hasattr(chunk.memory, "range")]
+    for chunk in paged:
+        committed = sum(run.nbytes for run in chunk.memory.range.runs)
+        parked = chunk.memory.range in pool._parked
+        assert (committed if not parked else 0) == (round_up(chunk.nbytes) if chunk in on_device else 0), f"{chunk}"
+    if pool is not None:
+        assert pool.mapped_bytes - pool.parked_bytes == sum(round_up(c.nbytes) for c in on_device if c in paged)
+        assert pool.mapped_bytes >= pool.parked_bytes >= 0
+    for chunk in chunks.difference(paged):
+        assert chunk.storage.nbytes() == (chunk.nbytes if chunk in on_device else 0), f"{chunk}"
+    (arena,) = manager.host_tier.arenas
+    base = arena.memory.data_ptr()
+    locations = sorted(
+        (start := c.host.memory.data_ptr() - base, start + c.host.memory.nbytes) for c in chunks if c.host_bytes
+    )
+    assert all(0 <= start <= end <= arena.nbytes for start, end in locations)
+    assert sum(end - start for start, end in locations) <= arena.touched_bytes <= round_up(arena.nbytes)
+    assert all(end <= start for (_, end), (start, _) in pairwise(locations)), "two chunks share host memory"
+    assert manager.host_tier.used == sum(end - start for start, end in locations)

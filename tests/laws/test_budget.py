@@ -1,5 +1,6 @@
 """Law 2, budgets: at every moment, chunks on a tier fit in its budget minus its non-model data and libraries."""
 
+import mmap
 import random
 import re
 from functools import partial
@@ -14,17 +15,57 @@ from toys import Shape, batches, inputs, layers, mean_square, train, update
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import patrickstar as ps
+from patrickstar._chunks.chunk_manager import ChunkManager
 from patrickstar._dry_run.simulation import forward_backward_step, simulate
 from patrickstar._engine import core
 from patrickstar._layout.byte_size import parse_size
 from patrickstar._perf_model.machine_spec import Gpu, Host, Links, Machine
 from patrickstar._tiers.hardware import Hardware
+from patrickstar._tiers.host_tier import HostTier
 from patrickstar.errors import BudgetError
 from patrickstar.testing import NoMeter, ReferenceTrainer, assert_same_bits
 
-from .models import Fixed, Waves, chunk_sizes, config, precisions, shapes, smallest_device_bytes
+from .models import Fixed, Waves, check_real_bytes, chunk_sizes, config, precisions, shapes, smallest_device_bytes
 from .tiers import run_elsewhere
-from .watched import Watched
+
+
+class WatchedHost(HostTier):
+    """Host tier that checks the law at each allocation."""
+
+    manager: "Watched"
+
+    def allocate(self, chunk):
+        host = super().allocate(chunk)
+        self.check(chunk)
+        return host
+
+    def allocate_block(self, nbytes, *what):
+        block = super().allocate_block(nbytes, *what)
+        self.check()
+        return block
+
+    def check(self, *more):
+        assert self.used + self.other_bytes <= self.budget_bytes
+        check_real_bytes(self.manager, *more)
+
+
+class Watched(ChunkManager):
+    """Chunk manager that checks the law at each allocation."""
+
+    def __init__(self, device, device_budget_bytes, host_budget_bytes, poison, **options):
+        super().__init__(device, device_budget_bytes, host_budget_bytes, poison, **options)
+        assert self.host_tier.used == self.host_tier.other_bytes == 0
+        self.host_tier.__class__, self.host_tier.manager = WatchedHost, self
+        allocate = self.device_tier.allocate
+        self.device_tier.allocate = lambda chunk: (allocate(chunk), self.check(chunk))
+
+    def check(self, allocated):
+        device = self.device_tier
+        assert device.used <= device.chunkable_bytes
+        check_real_bytes(self, allocated)
+        if device.page_pool is not None:
+            pages = sum(mmap.PAGESIZE for chunk in self.chunks.values() if chunk.device_bytes)
+            assert device.page_pool.mapped_bytes <= device.chunkable_bytes + pages + mmap.PAGESIZE
 
 
 @drawn(25, shapes, chunk_sizes, precisions, st.integers(0, 16000), st.integers(0, 12000), st.integers(0, 8000))

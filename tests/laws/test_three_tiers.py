@@ -14,12 +14,14 @@ from torch import nn
 from toys import Shape, batches, mean_square, module, train
 
 import patrickstar as ps
+from patrickstar._chunks.chunk_manager import ChunkManager
+from patrickstar._tiers.disk_tier import STAGES
+from patrickstar._tiers.host_tier import HostTier
 from patrickstar.errors import BudgetError
 
 from . import tiers
 from .models import Waves, precisions
 from .tiers import Room, blocks, inputs, many_blocks, on_disk, options, rooms, small_engine, wide_shapes
-from .watched import Watched
 
 loops = st.sampled_from(
     [{}, {"update": True}, {"max_norm": 0.1}, {"accumulation": 2}, {"accumulation": 3, "max_norm": 0.1}]
@@ -113,11 +115,50 @@ def test_offloaded_activations_beside_staging_buffers(tmp_path, evict_everything
 # Budgets
 
 
+class Watched(ChunkManager):
+    """Chunk manager that checks the law at each allocation."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        allocate = self.device_tier.allocate
+        self.device_tier.allocate = lambda chunk: (allocate(chunk), check_budgets(self, chunk))
+
+    def poll_transfers(self):
+        super().poll_transfers()
+        check_budgets(self)
+
+
+class WatchedHost(HostTier):
+    """Host tier that checks the law at each allocation; all allocations use `_new_block`."""
+
+    def _new_block(self, nbytes, description):
+        place = super()._new_block(nbytes, description)
+        in_arenas = sum(block.nbytes for arena in self.arenas for block in arena._blocks)
+        threads = self.used + self.other_bytes + nbytes - in_arenas
+        assert threads in (0, STAGES * tiers.PAGE_BYTES), "only the buffers of the disk's threads are outside the arena"
+        assert in_arenas + threads <= self.budget_bytes
+        assert place.end <= place.arena.nbytes and self.arena_bytes <= self.budget_bytes
+        return place
+
+
+def check_budgets(manager, *newcomers):
+    assert manager.device_tier.used <= manager.device_tier.chunkable_bytes
+    assert manager.host_tier.used + manager.host_tier.other_bytes <= manager.host_tier.budget_bytes
+    assert tiers.real_bytes({*manager.chunks.values(), *newcomers}) == (
+        manager.device_tier.used,
+        manager.host_tier.used,
+    )
+    if manager.disk_tier is not None:
+        file = manager.disk_tier.file
+        assert file.used_bytes <= file.nbytes <= (file.capacity_bytes or file.nbytes)
+
+
 @drawn(8, wide_shapes, tiers.chunk_sizes, precisions, rooms, st.integers(0, 3000), loops)
 def test_all_budgets_hold_at_every_moment(folder, shape, chunk_size, precision, room, wave_bytes, loop):
     assume(precision != "fp16" or "update" not in loop)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("patrickstar._engine.core.ChunkManager", Watched)
+        patch.setattr("patrickstar._chunks.chunk_manager.HostTier", WatchedHost)
         config = on_disk(shape.build, options(precision, chunk_size), folder, batches(1)[0], room)
         config = config.model_copy(update={"device_memory": int(config.device_memory) + wave_bytes})
         tiny = config.model_copy(update={"disk": ps.Disk(directory=folder, capacity=4096)})
