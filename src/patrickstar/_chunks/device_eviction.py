@@ -255,7 +255,7 @@ class DeviceEviction:
     def _start_eviction(self, chunk: Chunk) -> bool:
         """Start to evict a chunk, written back only if no tier below has a valid copy. Return False without room below.
 
-        With a disk tier no other chunk loses its host memory: the chunk goes to free host memory, else to disk.
+        With a disk tier it goes to host memory that is free, or that of a duplicate, else to disk.
         """
         if chunk.host.valid or chunk.disk.valid or chunk.shards_valid:
             self.device_tier.free(chunk)
@@ -279,7 +279,7 @@ class DeviceEviction:
             if self.host_tier.free_bytes >= nbytes:
                 break
             if chunk.host.present and chunk.device.present and chunk not in self._ahead:
-                chunk.finish_update()
+                chunk.finish_update()  # which may change the copies that there are
                 if chunk.host.present and chunk.device.present and chunk.device.reader is None:
                     self.host_tier.free(chunk, in_order=True)
         return self.host_tier.free_bytes >= nbytes
