@@ -111,9 +111,10 @@ class GradientHooks:
     def _move(self, managed: ManagedParam, grad: torch.Tensor | RowGradient, complete: bool) -> None:
         if not self.backward_depth and self.gradients.scaler.enabled:
             self.gradients.unscaled.add(managed)
-        if self.gradients.is_zero(managed):
+        if managed in self.gradients.zeros:
             grad = grad.to_dense() + 0  # which makes a negative zero positive
-        self.optimizer_in_backward.optimizer_step.complete((managed,))
+        if self.data.updaters:
+            self.optimizer_in_backward.optimizer_step.complete((managed,))
         self.data.accept_gradient(managed, grad)
-        if complete:
+        if complete and self.data.updaters:
             self.optimizer_in_backward.on_gradient_ready(managed)

@@ -20,7 +20,7 @@ from patrickstar._autograd.gradient_hooks import GradientHooks
 from patrickstar._autograd.param_attributes import WRITERS, GradientAttribute, check_written_precision, copied_in_full
 from patrickstar._autograd.rounded_copies import MOVING, rounded_copy
 from patrickstar._autograd.timed_product import TimedProduct
-from patrickstar._autograd.transforms import run_on_copies, version_of
+from patrickstar._autograd.transforms import run_on_copies
 from patrickstar._autograd.windows import GraphSnapshot, HiddenNodes, Window
 from patrickstar._distributed.param_sharding import local_part
 from patrickstar._hardware.defer_sigint import defer_sigint
@@ -28,7 +28,7 @@ from patrickstar._params.interception import adopt_parameter, adopt_view
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.memory_functions import EXPOSING, REPLACING, RESHAPING, UNVERSIONED, expose, versioned
 from patrickstar._params.modes import managing
-from patrickstar._params.out_of_memory import run_with_retry
+from patrickstar._params.out_of_memory import SavedByCheckpoint, prepare_retry, retry
 from patrickstar._params.precision import tensors_in
 from patrickstar._params.tensor_subclass import (
     ADDRESSES,
@@ -157,7 +157,7 @@ class Interceptor:
         if self.covers(managed_params):
             self.note(managed_params)
             out = self._run(func, args, kwargs, tensors, managed_params, held=True)
-            if self.optimizer_in_backward.updating:
+            if self.data.updaters and self.optimizer_in_backward.updating:
                 with managing():
                     self._progress()
             return out
@@ -199,15 +199,16 @@ class Interceptor:
             check_written_precision(func, args, tensors[0])
             if func is torch.Tensor.copy_:
                 args, copied = copied_in_full(args)
-        versions = [*map(version_of, tensors)]
+        versions = [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
         recorded = self.data.manager.timeline is not None
         timed = TimedProduct.begin(func, args, managed_params, self.data.manager) if recorded else None
         if func is F.embedding and managed_params[0].embedding:
             out = embedding_lookup(args, kwargs, managed_params[0], self.data.manager, self.gradient_hooks)
         else:
-            out = run_with_retry(func, args, kwargs, managed_params[0], self.data)
-        if versions != [*map(version_of, tensors)]:
-            written = [t for t, version in zip(tensors, versions, strict=True) if version_of(t) != version]
+            out = self._call(func, args, kwargs, managed_params[0])
+        if written := [
+            t for t, version in zip(tensors, versions, strict=True) if version >= 0 and t._version != version
+        ]:
             with managing():
                 for managed in dict.fromkeys(managed for tensor in written for managed in tensor._managed_params):
                     self.data.on_in_place_write(managed, copied)
@@ -218,16 +219,29 @@ class Interceptor:
             timed.end(out, before)
         return out
 
+    def _call(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], managed: ManagedParam
+    ) -> Any:
+        """Call an operator; if it runs out of memory, evict all idle chunks and call it once more."""
+        hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        saved = SavedByCheckpoint.of_running_block() if hooked else None
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError as error:
+            prepare_retry(error, func, managed, self.data, saved)
+        return retry(func, args, kwargs, managed, self.data)
+
     def end_operator(self, managed_params: Sequence[ManagedParam], suspended: Window | None) -> None:
         """End an access, and the operator that it was for."""
         belongs = torch.is_grad_enabled() or self.in_backward
         with managing():
             self.end_uses(managed_params, suspended)
             self.data.op_boundary(belongs)
-            self._progress()
+            if self.data.updaters or self.data.saving is not None:
+                self._progress()
 
     def _progress(self) -> None:
-        """Advance updates after an operator."""
+        """Advance updates and a checkpoint in progress after an operator."""
         if self.in_backward:
             self.optimizer_in_backward.speculation.progress()
         self.optimizer_in_backward.optimizer_step.progress()
@@ -247,7 +261,8 @@ class Interceptor:
         belongs, window = torch.is_grad_enabled() or self.in_backward, self.window
         self.note(managed_params)
         with managing():
-            self.optimizer_in_backward.optimizer_step.complete(managed_params)
+            if self.data.updaters:
+                self.optimizer_in_backward.optimizer_step.complete(managed_params)
             try:
                 # Suspend the window rather than evict an optimizer chunk, for which the host may have no room.
                 self.data.access(managed_params, belongs, gently=window is not None)
@@ -262,10 +277,10 @@ class Interceptor:
     def covers(self, managed_params: Sequence[ManagedParam]) -> bool:
         """Finish updates of the parameters; return whether they can then be read without an access."""
         optimizer_step = self.optimizer_in_backward.optimizer_step
-        if optimizer_step.updating:
+        if self.data.updaters and optimizer_step.updating:
             with managing():
                 optimizer_step.complete(managed_params)
-        return self.data.residency.covers(managed_params)
+        return self.data.residency.active and self.data.residency.covers(managed_params)
 
     def note(self, managed_params: Sequence[ManagedParam]) -> None:
         """Remember the parameters of an operator that may be inside a custom Function."""
@@ -293,7 +308,7 @@ class Interceptor:
         for tensor in (out,) if type(out) is torch.Tensor else tensors_in(out):
             if managed_param_of(tensor) is not None:
                 continue
-            local = local_part(tensor)
+            local = tensor if type(tensor) is torch.Tensor else local_part(tensor)
             if local.layout is torch.strided and local.untyped_storage()._cdata in storages:
                 adopt_view(tensor, managed_params, self)
             elif (node := tensor.grad_fn) is not None:
@@ -392,5 +407,6 @@ class Interceptor:
             self.data.end_window(self.window.managed_params)
         self.window = None
         self.data.progress()
-        self.optimizer_in_backward.progress()
-        self.optimizer_in_backward.optimizer_step.progress()
+        if self.data.updaters or self.data.saving is not None:
+            self.optimizer_in_backward.progress()
+            self.optimizer_in_backward.optimizer_step.progress()

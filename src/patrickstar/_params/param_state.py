@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from patrickstar._schedule.tensor_state import TensorState, check_transition
+from patrickstar._schedule.tensor_state import TensorState
+from patrickstar.errors import TrainingError
 
 # [Note: life of a gradient]
 # A gradient is written over its parameter (`overlay`), which then is in the state HOLD_AFTER_BWD. If the parameter is
@@ -59,7 +60,10 @@ class ParamState:
     def _move_to(self, tensor: TensorState) -> None:
         """Raise TrainingError for an illegal transition."""
         if tensor is not self.tensor:
-            check_transition(self.name, self.tensor, tensor)
+            if tensor not in self.tensor.following:
+                raise TrainingError(
+                    f"parameter {self.name!r} can't change from state {self.tensor.name} to {tensor.name}"
+                )
             self.tensor = tensor
 
     # The payload

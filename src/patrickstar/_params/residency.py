@@ -56,9 +56,7 @@ class Residency:
                 self.manager.hold(chunk)
 
     def covers(self, managed_params: Iterable[ManagedParam]) -> bool:
-        """Return whether parameters can be read without an access: on held chunks, intact and up to date."""
-        if not self.active:
-            return False
+        """Return whether parameters are on held chunks, intact and up to date: while `active`, no access is needed."""
         for managed in managed_params:  # a loop, since this runs for every operator
             if not managed.chunk.held or managed.state.overlays_param or managed.state.update_pending:
                 return False

@@ -3,8 +3,6 @@
 from collections.abc import Iterable
 from enum import Enum
 
-from patrickstar.errors import TrainingError
-
 
 class TensorState(Enum):
     """Use of a parameter's payload. In the last three states (hold-like) it is needed but no operator reads it."""
@@ -33,12 +31,6 @@ LEGAL = {
 }
 for _state, _following in LEGAL.items():
     _state.following = _following
-
-
-def check_transition(name: str, old: TensorState, new: TensorState) -> None:
-    """Raise TrainingError if parameter `name` may not change from state `old` to `new`."""
-    if new not in old.following:
-        raise TrainingError(f"parameter {name!r} can't change from state {old.name} to {new.name}")
 
 
 def chunk_state(states: Iterable[TensorState]) -> TensorState:

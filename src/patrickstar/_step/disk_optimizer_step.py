@@ -46,7 +46,8 @@ class DiskOptimizerStep:
         self._updates: list[DiskUpdate] = []
         self._aborted: list[DiskUpdate] = []
         """Updates that ended because bytes of chunks were lost."""
-        self._running = RunningUpdates(in_order=True)
+        self._running = RunningUpdates(data.updaters, in_order=True)
+        data.updaters.add(self)  # always: what it reads ahead goes on, too
 
     @property
     def unfinished(self) -> set[int]:

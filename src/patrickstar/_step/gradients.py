@@ -36,7 +36,7 @@ class Gradients:
         """Parameters with gradients of losses that this engine's loss scale did not multiply, though it has one."""
         self._used: set[ManagedParam] = set()
         """Parameters whose gradient exists until `zero_grad()` in PyTorch, though a step has used it here."""
-        self._zeros: set[ManagedParam] = set()
+        self.zeros: set[ManagedParam] = set()
         """Parameters whose gradient is zero until a backward adds to it. See [Note: gradients that are zero]."""
         self.writes = 0
         """Number of calls of `write`."""
@@ -57,16 +57,12 @@ class Gradients:
         """Drop all gradients, and let those that PyTorch would keep be zeros. See [Note: gradients that are zero]."""
         zeros = self._used | {managed for managed in self.data.managed_params if managed.has_gradient}
         self.drop()
-        self._used, self._zeros = zeros, set(zeros)
+        self._used, self.zeros = zeros, set(zeros)
 
     def forget(self, managed_params: Collection[ManagedParam]) -> None:
         """Let parameters without a stored gradient have none."""
         self._used.difference_update(managed_params)
-        self._zeros.difference_update(managed_params)
-
-    def is_zero(self, managed: ManagedParam) -> bool:
-        """Return whether a backward adds the parameter's gradient to zeros."""
-        return managed in self._zeros
+        self.zeros.difference_update(managed_params)
 
     def store_zeros(self, managed: ManagedParam) -> None:
         """Store the gradient of a parameter if it is zero and no backward has added to it.
@@ -74,7 +70,7 @@ class Gradients:
         Raises:
             TrainingError: Several processes would have to agree, or updates are late.
         """
-        if managed not in self._zeros or self.data.has_gradient(managed):
+        if managed not in self.zeros or self.data.has_gradient(managed):
             return
         if self.data.world.size > 1 or self.late:
             raise TrainingError(
@@ -87,9 +83,9 @@ class Gradients:
 
     def begin_step(self, managed_params: Iterable[ManagedParam]) -> None:
         """Store the gradients of a step that are zero; `managed_params` are those that it updates."""
-        for managed in managed_params if self._zeros else ():
+        for managed in managed_params if self.zeros else ():
             self.store_zeros(managed)
-        self._zeros.clear()
+        self.zeros.clear()
         self.last_clips = tuple(self._clips)
         self._used.update([each for each in self.data.managed_params if each.state.overlays_param or each.has_gradient])
 

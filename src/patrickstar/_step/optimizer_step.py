@@ -55,7 +55,7 @@ class OptimizerStep:
                 streamed = StreamedUpdates(kernels, accelerator, manager.host_tier, buffer_bytes, by_pages)
             self.host_updates = HostUpdates(kernels, streamed)
         self.home = InPlace(data)
-        self.running = RunningUpdates()
+        self.running = RunningUpdates(data.updaters)
         """Updates in progress, except those from disk."""
         self.tiers = UpdateTiers(data, self._waits_for_copies)
         self.disk_step = (
