@@ -13,7 +13,7 @@ from toys import inputs, layers, mean_square, train
 
 import patrickstar as ps
 from patrickstar._schedule.placement import Tier
-from patrickstar._schedule.prefetch import DemandFetch
+from patrickstar._schedule.policies import DemandFetch
 from patrickstar._tiers.swap_file import SwapFile
 
 WIDTH = 64

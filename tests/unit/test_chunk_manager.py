@@ -17,7 +17,7 @@ from patrickstar._hardware.vm_pool import round_up
 from patrickstar._layout.chunk_mapping import ALIGN_NUMEL
 from patrickstar._layout.schema import PARAM16, PARAM32
 from patrickstar._schedule.placement import Tier
-from patrickstar._schedule.prefetch import DemandFetch
+from patrickstar._schedule.policies import DemandFetch
 from patrickstar._schedule.trace import Moment, Trace
 from patrickstar._tiers.chunk import Chunk
 from patrickstar._tiers.disk_tier import STAGES, DiskTier
@@ -99,7 +99,7 @@ class Operations(RuleBasedStateMachine):
     def begin(self, data, device: int, host: int) -> None:
         self.manager = ChunkManager(CPU, device * UNIT, host * UNIT, poison=True)
         CheckedChunk.manager = CheckedHostTier.manager = self.manager
-        host_tier = CheckedHostTier(host * UNIT, host * UNIT, Hardware(CPU).host_arena, poison=True)
+        host_tier = CheckedHostTier(host * UNIT, host * UNIT, Hardware(CPU).host_arena, True, self.manager.moved)
         self.manager.host_tier = self.manager.transfers.host_tier = host_tier
         self.blocks: dict[ArenaBlock, int] = {}
         self.value: dict[CheckedChunk, int] = {}
@@ -135,7 +135,7 @@ class Operations(RuleBasedStateMachine):
         for chunk in self.value:
             chunk.dropped = False
         addresses = {c: c.host.memory.data_ptr() for c in self.value if c.host.present}
-        manager.drain_moved()
+        manager.moved.clear()
         CheckedChunk.evicted.clear()
         error = None
         try:
@@ -149,12 +149,12 @@ class Operations(RuleBasedStateMachine):
             written_back = chunk in left and (not host_valid or chunk.dropped)
             assert chunk.transferred_bytes - moved == chunk.nbytes * ((chunk in fetched) + written_back)
         assert not any(c.pins for c in left)
-        drained = manager.drain_moved()
-        assert {*fetched, *left} <= drained
+        reported = set(manager.moved)
+        assert {*fetched, *left} <= reported
         for chunk in self.value:
             if chunk in addresses and chunk.host.present and not chunk.dropped:
-                assert chunk in drained or chunk.host.memory.data_ptr() == addresses[chunk], "a move was not reported"
-        unmoved = drained - {*fetched, *left}
+                assert chunk in reported or chunk.host.memory.data_ptr() == addresses[chunk], "a move was not reported"
+        unmoved = reported - {*fetched, *left}
         assert all(c.host.present or c.dropped for c in unmoved), "a chunk was reported without a change"
         assert manager.counters.h2d_bytes == sum(c.nbytes for c in fetched)
         moved = sum(c.transferred_bytes - before[c][2] for c in self.value)
@@ -221,10 +221,11 @@ class Operations(RuleBasedStateMachine):
     def remove(self, data) -> None:
         chunk = self.draw_chunk(data, pinned=False)
         del self.value[chunk]
-        self.manager.drain_moved()
+        self.manager.moved.clear()
+        was_on_device = chunk.device.present
         self.manager.remove(chunk)
         assert chunk.device_bytes == chunk.host_bytes == 0
-        assert chunk not in self.manager.host_tier.moved, "a removed chunk is reported as moved"
+        assert was_on_device or chunk not in self.manager.moved, "a removed chunk is reported as moved"
 
     @rule(data=st.data())
     def fetch(self, data) -> None:

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import strategies as st
 from sampling import fixed_draws
 
-from patrickstar._schedule.eviction import AccessHistory, EvictionPolicy, LeastRecentlyUsed, ListOrder
-from patrickstar._schedule.prefetch import DemandFetch
+from patrickstar._schedule.policies import AccessHistory, DemandFetch, EvictionPolicy, LeastRecentlyUsed, ListOrder
 from patrickstar._schedule.trace import Moment, Trace
 
 given = fixed_draws(400)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling import draws
 
-from patrickstar._schedule.prefetch import AggressivePrefetch, DemandFetch, PrefetchMove, PrefetchPolicy
+from patrickstar._schedule.policies import AggressivePrefetch, DemandFetch, PrefetchMove, PrefetchPolicy
 from patrickstar._schedule.trace import NEVER, Moment, Trace
 
 quick = settings(deadline=None, max_examples=draws(200), print_blob=True)
@@ -79,11 +79,11 @@ class Play:
         self.unused.discard(chunk)
 
     def check(self, move: PrefetchMove, now: int, used: set[int]) -> None:
-        use = self.policy.next_use(move.fetch, now)
+        use = self.policy.trace.next_use(move.fetch, now)
         assert use < NEVER
         for chunk in move.evict:
             assert chunk not in used, "a held chunk was evicted"
-            assert self.policy.next_use(chunk, now) > use, "a chunk with an earlier next use was evicted"
+            assert self.policy.trace.next_use(chunk, now) > use, "a chunk with an earlier next use was evicted"
             self.drop(chunk)
         assert move.fetch not in self.present
         self.present.add(move.fetch)
@@ -181,13 +181,18 @@ def test_chunks_that_are_never_used_are_evicted_first_and_those_in_use_are_waite
 
 
 class Counting(Trace):
-    """Trace that counts the calls of `next_use`."""
+    """Trace that counts the chunks whose next use it computes."""
 
     asked = 0
 
     def next_use(self, chunk: int, now: int) -> int:
         self.asked += 1
         return super().next_use(chunk, now)
+
+    def furthest_first(self, chunks, now) -> list[int]:
+        chunks = list(chunks)
+        self.asked += len(chunks)
+        return super().furthest_first(chunks, now)
 
 
 class Visits(list):

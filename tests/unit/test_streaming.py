@@ -4,8 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling import draws
 
-from patrickstar._schedule.prefetch import AggressivePrefetch, PrefetchPolicy
-from patrickstar._schedule.streaming import StreamingPrefetch
+from patrickstar._schedule.policies import AggressivePrefetch, PrefetchPolicy, StreamingPrefetch
 from patrickstar._schedule.trace import Moment, Trace
 
 

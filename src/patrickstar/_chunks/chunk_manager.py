@@ -46,7 +46,9 @@ class ChunkManager(DevicePrefetch):
         hardware = hardware if hardware is not None else Hardware(device)
         arena_bytes = host_budget_bytes if arena_bytes is None else arena_bytes
         device_tier = DeviceTier(hardware, device_budget_bytes, poison)
-        host_tier = HostTier(host_budget_bytes, arena_bytes, hardware.host_arena, poison)
+        self.moved = device_tier.moved
+        """Chunks whose memory was allocated, freed or moved since their Parameters were pointed at it."""
+        host_tier = HostTier(host_budget_bytes, arena_bytes, hardware.host_arena, poison, self.moved)
         page = torch.empty(0, dtype=torch.uint8, device=hardware.host_device)
         if disk is not None:
             page = host_tier.view(host_tier.allocate_block(disk.page_bytes), torch.uint8)
@@ -119,16 +121,6 @@ class ChunkManager(DevicePrefetch):
         del self.chunks[chunk.kind, chunk.index]
         if chunk.kind == PARAM16:
             del self.param16[chunk.index]
-
-    @property
-    def has_moved(self) -> bool:
-        return bool(self.device_tier.moved or self.host_tier.moved)
-
-    def drain_moved(self) -> set[Chunk]:
-        """Return the chunks whose memory was allocated, freed or moved since the last call."""
-        moved = self.device_tier.moved | self.host_tier.moved
-        self.device_tier.moved, self.host_tier.moved = set(), set()
-        return moved
 
     @defer_sigint
     def complete_transfers(self) -> None:
@@ -220,12 +212,10 @@ class ChunkManager(DevicePrefetch):
         device, policy = self.device_tier, self.prefetch_policy
         if self._fetch_queue or self.transfers.in_flight or self.evict_everything or (policy and policy.ahead):
             return False
-        return (
-            self._ahead.isdisjoint(chunks)
-            and device.resident_bytes <= device.soft_chunkable_bytes
-            and self.io_dispatch.failed is None
-            and all(chunk.device.valid for chunk in chunks)
-        )
+        for chunk in chunks:  # a loop, since this runs for every operator
+            if not chunk.device.valid or chunk in self._ahead:
+                return False
+        return self.io_dispatch.failed is None and device.resident_bytes <= device.soft_chunkable_bytes
 
     @defer_sigint
     def fetch(self, chunks: Sequence[Chunk], *, gently: bool = False) -> None:
@@ -238,8 +228,8 @@ class ChunkManager(DevicePrefetch):
         for chunk in chunks:
             if chunk in self.transfers.in_flight and chunk.device.writer is None:
                 self.transfers.complete(chunk)
-        missing = [chunk for chunk in chunks if not chunk.device.valid]
-        later = sum(chunk.nbytes for chunk in missing if chunk.device.writer is None)
+        missing = [chunk for chunk in chunks if not chunk.device.valid and chunk.device.writer is None]
+        later = sum([chunk.nbytes for chunk in missing])
         for chunk in missing:
             if chunk.device.writer is not None:
                 continue
@@ -339,7 +329,7 @@ class ChunkManager(DevicePrefetch):
                 if self.host_tier.has_room(nbytes):
                     break
                 self.move_to_tier(chunk, Tier.DISK)
-                self.device_tier.moved.add(chunk)
+                self.moved.add(chunk)
         return self.host_tier.has_room(nbytes)
 
     def count_transfer(self, nbytes: int, *, to_device: bool, by_kernel: bool = False) -> None:

@@ -10,8 +10,8 @@ from patrickstar._chunks.transfers import ChunkTransfers
 from patrickstar._hardware.defer_sigint import defer_sigint
 from patrickstar._layout.byte_size import format_size
 from patrickstar._layout.schema import PARAM16
-from patrickstar._schedule.eviction import EvictionPolicy, ListOrder
 from patrickstar._schedule.placement import Tier
+from patrickstar._schedule.policies import EvictionPolicy, ListOrder
 from patrickstar._tiers.chunk import Chunk
 from patrickstar._tiers.device_tier import DeviceTier
 from patrickstar._tiers.disk_tier import DiskTier
@@ -70,7 +70,7 @@ class DeviceEviction:
     @property
     def settled_bytes(self) -> int:
         """Bytes of chunks on the device once all evictions in flight are complete."""
-        return self.device_tier.used - self.transfers.evicting_bytes
+        return self.device_tier.used - (self.transfers.evicting_bytes if self.transfers.in_flight else 0)
 
     def make_room(self, nbytes: int, protect: Iterable[Chunk], later_bytes: int = 0, *, gently: bool = False) -> None:
         """Evict chunks until `nbytes` more fit into the part of the budget left for chunks.
@@ -81,7 +81,8 @@ class DeviceEviction:
         """
         soft_chunkable = self.device_tier.soft_chunkable_bytes
         soft_limit = 0 if self.evict_everything else soft_chunkable
-        if self.device_tier.used + self._queued_bytes + nbytes > soft_limit:
+        queued = self._queued_bytes if self._fetch_queue else 0
+        if self.device_tier.used + queued + nbytes > soft_limit:
             self._evict_until(nbytes, soft_limit, set(protect), later_bytes, gently)
         self.device_tier.trim(soft_chunkable - nbytes)
 
@@ -89,25 +90,30 @@ class DeviceEviction:
     def _evict_until(self, nbytes: int, soft_limit: int, protected: set[Chunk], later_bytes: int, gently: bool) -> None:
         evictable = self._evictable(protected)
         self._evict_params(evictable, soft_limit - nbytes)
-        limit = others_limit = self.device_tier.chunkable_bytes
+        chunkable = limit = others_limit = self.device_tier.chunkable_bytes
         if self.hardware.has_gpu:  # an operator may need the rest, and would fail
             limit = min(limit, self.device_tier.soft_chunkable_bytes)
             if self.device_tier.soft_limit_bytes:  # else nothing is known yet, and states would move in vain
                 others_limit = limit
-        for chunk in evictable:
-            if gently or self._bytes_after_transfers + nbytes <= others_limit:
-                break
+        for chunk in evictable if not gently else ():
             if chunk.kind != PARAM16:
+                if self._bytes_after_transfers + nbytes <= others_limit:
+                    break
                 self._evict(chunk)
-        if self.held and self._bytes_after_transfers + nbytes > self.device_tier.chunkable_bytes:
-            self._evict_held(self.device_tier.chunkable_bytes - nbytes, protected)
+        if self.held and self._bytes_after_transfers + nbytes > chunkable:
+            self._evict_held(chunkable - nbytes, protected)
         limit = soft_limit if self.evict_everything else limit
+        if self.device_tier.used + nbytes > limit:
+            self._complete_evictions(limit - nbytes, protected)
+        if self.device_tier.used + nbytes > chunkable:
+            self._raise_device_budget(nbytes + later_bytes, protected)
+
+    def _complete_evictions(self, target_bytes: int, protected: set[Chunk]) -> None:
+        """Wait for evictions in flight until at most `target_bytes` of chunks are on the device."""
         for chunk in self._evicting(protected):
-            if self.device_tier.used + nbytes <= limit:
+            if self.device_tier.used <= target_bytes:
                 break
             self.transfers.complete(chunk)
-        if self.device_tier.used + nbytes > self.device_tier.chunkable_bytes:
-            self._raise_device_budget(nbytes + later_bytes, protected)
 
     @defer_sigint
     def evict_idle(self, nbytes: int, protect: Iterable[Chunk]) -> None:
@@ -171,7 +177,7 @@ class DeviceEviction:
             and not chunk.pins
             and chunk.device.reader is None
             and chunk not in protected
-            and not chunk.has_gradients  # these are freed by their reduction
+            and not (chunk.sharded and chunk.has_gradients)  # these are freed by their reduction
         ]
 
     def _evicting(self, protected: set[Chunk]) -> list[Chunk]:
@@ -219,12 +225,15 @@ class DeviceEviction:
 
     @property
     def _queued_bytes(self) -> int:
-        return sum(chunk.nbytes for chunk in self._fetch_queue) if self._fetch_queue else 0
+        return sum(chunk.nbytes for chunk in self._fetch_queue)
 
     @property
     def _bytes_after_transfers(self) -> int:
         """Bytes of chunks on the device once all evictions in flight and all queued fetches are complete."""
-        return self.settled_bytes + self._queued_bytes
+        nbytes = self.device_tier.used
+        if self.transfers.in_flight or self._fetch_queue:
+            nbytes += self._queued_bytes - self.transfers.evicting_bytes
+        return nbytes
 
     # One chunk
 
@@ -249,7 +258,7 @@ class DeviceEviction:
         if chunk.device.writer is not None:
             self.transfers.complete(chunk)
         if self._start_eviction(chunk):
-            self.counters.evictions += 1
+            self.io_dispatch.counters.evictions += 1
             _log.debug("evicted %s (%d bytes) at moment %d", chunk, chunk.nbytes, self.now)
 
     def _start_eviction(self, chunk: Chunk) -> bool:
@@ -262,7 +271,8 @@ class DeviceEviction:
             return True
         if chunk.sharded:
             return False
-        if self.disk_tier is not None and not chunk.host.present and not self._free_duplicates(chunk.nbytes):
+        has_disk = self.io_dispatch.disk is not None
+        if has_disk and not chunk.host.present and not self._free_duplicates(chunk.nbytes):
             self.transfers.start_eviction(chunk, Tier.DISK)
             return True
         if self.hardware.has_gpu and self._ensure_host_block(chunk):

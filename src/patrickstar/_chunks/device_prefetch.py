@@ -7,7 +7,7 @@ import torch
 
 from patrickstar._chunks.device_eviction import DeviceEviction
 from patrickstar._hardware.defer_sigint import defer_sigint
-from patrickstar._schedule.prefetch import PrefetchPolicy
+from patrickstar._schedule.policies import PrefetchPolicy
 from patrickstar._tiers.chunk import Chunk
 
 

@@ -9,10 +9,16 @@ from patrickstar._chunks.iteration_mode import Mode
 from patrickstar._hardware.memory_meter import Meter
 from patrickstar._layout.schema import PARAM16
 from patrickstar._schedule.coordination import Linked
-from patrickstar._schedule.eviction import AccessHistory, LeastRecentlyUsed, ListOrder
 from patrickstar._schedule.placement import cautious_limit_bytes
-from patrickstar._schedule.prefetch import AggressivePrefetch, DemandFetch, PrefetchPolicy
-from patrickstar._schedule.streaming import StreamingPrefetch
+from patrickstar._schedule.policies import (
+    AccessHistory,
+    AggressivePrefetch,
+    DemandFetch,
+    LeastRecentlyUsed,
+    ListOrder,
+    PrefetchPolicy,
+    StreamingPrefetch,
+)
 from patrickstar._schedule.trace import Moment, Trace
 from patrickstar._tiers.chunk import Chunk
 
@@ -273,7 +279,8 @@ class Tracer:
         return self.trace if self.mode is Mode.PLAN else None
 
     def current_non_model_bytes(self) -> int:
-        return self._agreed(self.meter.now(self.manager.resident_bytes))
+        nbytes = self.meter.now(self.manager.resident_bytes)
+        return nbytes if self.linked is None else self._agreed(nbytes)
 
     def _agreed(self, nbytes: int) -> int:
         """Return the largest of the linked processes' values."""
@@ -348,11 +355,11 @@ class Tracer:
         moment, compute = moments[now], self.manager.device_tier
         compute.soft_limit_bytes = compute.budget_bytes
         compute.non_model_bytes = moment.non_model_bytes
-        missing = [chunk for index in chunks if not (chunk := self.manager[PARAM16, index]).device.present]
+        missing = [chunk for index in chunks if not (chunk := self.manager.param16[index]).device.present]
         # A forward without gradients may have more non-model data than its trace: the cache of a generation grows.
         if self.meter.counts_freed or missing or self._open_traces is self.evaluation_traces:
             # Eviction keeps chunks within the budget.
-            chunk_bytes = self.manager.settled_bytes + sum(chunk.nbytes for chunk in missing)
+            chunk_bytes = self.manager.settled_bytes + sum([chunk.nbytes for chunk in missing])
             chunk_bytes = min(chunk_bytes, compute.budget_bytes - moment.non_model_bytes)
             compute.non_model_bytes = max(moment.non_model_bytes, self._predicted_bytes(moment, chunk_bytes))
         return True

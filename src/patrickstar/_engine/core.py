@@ -48,7 +48,7 @@ from patrickstar._params.sharded_model_data import ShardedModelData
 from patrickstar._params.state_dict import ModelState
 from patrickstar._params.tensor_subclass import managed_param_of
 from patrickstar._schedule.coordination import Request
-from patrickstar._schedule.prefetch import AggressivePrefetch, DemandFetch, PrefetchPolicy
+from patrickstar._schedule.policies import AggressivePrefetch, DemandFetch, PrefetchPolicy
 from patrickstar._step.full_state import FullState
 from patrickstar._step.gradients import Gradients
 from patrickstar._step.optimizer_in_backward import OptimizerInBackward, hyper_parameters

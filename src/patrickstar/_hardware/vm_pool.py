@@ -97,6 +97,11 @@ def _try_to_map(address: int | None, nbytes: int, protection: int) -> int:
     return int(mapped)
 
 
+def _reserve(address: int, nbytes: int) -> None:
+    """Free the pages and keep the addresses reserved, so that nothing else is mapped there."""
+    _map(address, nbytes, _NO_ACCESS)
+
+
 def _unmap(process: int, address: int, nbytes: int) -> None:
     """Unmap addresses, only in the process that mapped them. See [Note: memory excluded from fork]."""
     if os.getpid() == process:
@@ -150,6 +155,8 @@ class VMRange:
         start = _map(None, reserved_bytes, _NO_ACCESS)
         self.address = round_up(start, HUGE_PAGE)
         self.runs: list[PageRun] = []
+        self.backed_bytes = 0
+        """Bytes of the pages in `runs`."""
         self.memory = (ctypes.c_char * nbytes).from_address(self.address)
         # Tensors over the memory keep it mapped, and may outlive the range.
         weakref.finalize(self.memory, _unmap, os.getpid(), start, reserved_bytes).atexit = False
@@ -178,12 +185,11 @@ class PagePool:
 
     def commit(self, target: VMRange) -> None:
         """Provide a range with pages: its own parked ones first, then other parked ones, then new ones."""
-        own = sum(run.nbytes for run in target.runs)
         if target in self._parked:
             del self._parked[target]
-            self.parked_bytes -= own
-        missing = target.nbytes - own
-        for source in self._sources(missing):
+            self.parked_bytes -= target.backed_bytes
+        missing = target.nbytes - target.backed_bytes
+        for source in self._sources(missing) if missing else ():
             while missing and source.runs:
                 missing -= self._move(source, target, missing)
             if not source.runs:
@@ -195,6 +201,7 @@ class PagePool:
             _map(address, missing, _READ_WRITE)
             advise_huge(address, missing)
             target.runs.append(PageRun(address, missing))
+            target.backed_bytes += missing
             self.mapped_bytes += missing
         if _mprotect(target.address, target.nbytes, _READ_WRITE):
             _fail("unprotect", target.nbytes)
@@ -216,48 +223,43 @@ class PagePool:
             run = source.runs[-1]
             excess = min(run.nbytes, round_up(self.parked_bytes - max(0, keep_bytes)))
             # Pages first, then the accounts: if Ctrl-C strikes in between, addresses without pages get new ones.
-            self._reserve(run.address + run.nbytes - excess, excess)
+            _reserve(run.address + run.nbytes - excess, excess)
             source.runs.pop()
             if excess < run.nbytes:
                 source.runs.append(PageRun(run.address, run.nbytes - excess))
+            source.backed_bytes -= excess
             self.mapped_bytes -= excess
             self.parked_bytes -= excess
 
     def _sources(self, nbytes: int) -> list[VMRange]:
         """Return parked ranges to take pages from: an exact fit first, then the largest."""
-        if not nbytes:
-            return []
-        nbytes_of = {source: sum(run.nbytes for run in source.runs) for source in self._parked}
-        return sorted(nbytes_of, key=lambda source: (nbytes_of[source] != nbytes, -nbytes_of[source]))
+        return sorted(self._parked, key=lambda source: (source.backed_bytes != nbytes, -source.backed_bytes))
 
     def _move(self, source: VMRange, target: VMRange, wanted: int) -> int:
         """Move up to `wanted` bytes of the last run of `source` behind the pages of `target`; return their number."""
         run = source.runs[-1]
         nbytes = min(run.nbytes, wanted)
         source_address = run.address + run.nbytes - nbytes
-        target_address = target.address + sum(run.nbytes for run in target.runs)
+        target_address = target.address + target.backed_bytes
         if _mremap(source_address, nbytes, nbytes, _MAYMOVE_FIXED_DONTUNMAP, target_address) == _FAILED:
             _fail("move", nbytes)
         source.runs.pop()
         if nbytes < run.nbytes:
             source.runs.append(PageRun(run.address, run.nbytes - nbytes))
-        self._reserve(source_address, nbytes)
+        _reserve(source_address, nbytes)
         target.runs.append(PageRun(target_address, nbytes))
+        source.backed_bytes -= nbytes
+        target.backed_bytes += nbytes
         self.parked_bytes -= nbytes
         return nbytes
 
-    @staticmethod
-    def _reserve(address: int, nbytes: int) -> None:
-        """Free the pages and keep the addresses reserved, so that nothing else is mapped there."""
-        _map(address, nbytes, _NO_ACCESS)
-
     def release(self, source: VMRange) -> None:
         """Return a range's pages to the system; its addresses are unmapped with the last tensor over them."""
-        nbytes = sum(run.nbytes for run in source.runs)
         if source in self._parked:
             del self._parked[source]
-            self.parked_bytes -= nbytes
+            self.parked_bytes -= source.backed_bytes
         for run in source.runs:
-            self._reserve(run.address, run.nbytes)
+            _reserve(run.address, run.nbytes)
         source.runs.clear()
-        self.mapped_bytes -= nbytes
+        self.mapped_bytes -= source.backed_bytes
+        source.backed_bytes = 0

@@ -56,34 +56,27 @@ class LocalShards:
 
     def update_param_views(self) -> None:
         """Point the Parameters of moved chunks at their device memory, or at a placeholder after eviction."""
-        if self.manager.has_moved:
+        if self.manager.moved:
             self._update_param_views()
 
     @defer_sigint
     def _update_param_views(self) -> None:
-        self.set_param_views(self.manager.drain_moved())
+        moved = list(self.manager.moved)
+        self.manager.moved.clear()
+        self.set_param_views(moved)
 
     def set_param_views(self, chunks: Iterable[Chunk]) -> None:
         """Point the Parameters of `chunks` at the current memory of these; do nothing once the engine is closed."""
-        for chunk in () if self.closed else chunks:
-            for managed in self.by_chunk.get(chunk.index, ()):
-                if managed.chunk is chunk:
-                    self._set_param_view(managed)
-
-    def _set_param_view(self, managed: ManagedParam) -> None:
         with torch._C.DisableTorchFunctionSubclass():
-            self._show_values(managed)
+            for chunk in () if self.closed else chunks:
+                for managed in self.by_chunk.get(chunk.index, ()):
+                    if managed.chunk is chunk:
+                        managed.show_values()
 
     @staticmethod
-    def _show_values(managed: ManagedParam) -> None:
-        """Point a Parameter at its values, if they are there, without interception. See [Note: placeholders]."""
-        view = managed.absent_view
-        if not managed.state.overlays_param:
-            if managed.chunk.device.valid:
-                view = managed.current_device_view()
-            elif managed.stays_on_host:
-                view = managed.chunk.on_host(managed.region)
-        managed.set_data(view)
+    def _set_param_view(managed: ManagedParam) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            managed.show_values()
 
     def _prepare_refusals(self, managed: ManagedParam) -> None:
         """Create a parameter's placeholder, and the errors of native code that reads it or views of its chunk."""

@@ -1,7 +1,7 @@
 """One parameter of the user's model, its location in the chunks and its training state."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from patrickstar._distributed.param_sharding import ParamSharding
-from patrickstar._hardware.profiler_range import is_profiling
 from patrickstar._layout.chunk_mapping import ParamLocation
 from patrickstar._layout.schema import PARAM16, PARAM32, ParamSchema
 from patrickstar._layout.shard_geometry import Box, memory_order
@@ -70,6 +69,9 @@ class ManagedParam:
     def __post_init__(self) -> None:
         self.state = ParamState(self.name)
         self.is_dtensor = self.whole is not None
+
+    def __str__(self) -> str:
+        return self.name
 
     @property
     def state_kinds(self) -> tuple[str, ...]:
@@ -188,6 +190,16 @@ class ManagedParam:
         """The parameter's shape and strides without memory: its placeholder has other strides."""
         return torch.empty_strided(self.region.shape, self.region.strides, dtype=self.chunk.dtype, device="meta")
 
+    def show_values(self) -> None:
+        """Point the Parameter at its values, if they are there, without interception. See [Note: placeholders]."""
+        view = self.absent_view
+        if not self.state.overlays_param:
+            if self.chunk.device.valid:
+                view = self.device_view if self.device_view is not None else self.current_device_view()
+            elif self.stays_on_host:
+                view = self.chunk.on_host(self.region)
+        self.set_data(view)
+
     def set_data(self, view: torch.Tensor) -> None:
         """Point the parameter, or the local tensor of a DTensor, at a tensor of its dtype and device."""
         if self.is_dtensor:
@@ -226,8 +238,3 @@ def refusal(names: Sequence[str], *, whole: bool) -> str:
         f"its gradient is stored in their place: parameters are fetched for operators that Python calls. Pass a copy "
         f"to such code, as parameter.clone()"
     )
-
-
-def profiled_names(managed_params: Iterable[ManagedParam]) -> str:
-    """Return the names of parameters for a profiler range; empty, to save time, if no profiler runs."""
-    return ", ".join(managed.name for managed in managed_params) if is_profiling() else ""

@@ -6,7 +6,7 @@ from contextlib import suppress
 import torch
 
 from patrickstar._chunks.chunk_manager import ChunkManager
-from patrickstar._chunks.garbage import run_in_budget
+from patrickstar._chunks.garbage import free_garbage
 from patrickstar._chunks.tracer import Tracer
 from patrickstar._distributed.chunk_comm import ChunkComm
 from patrickstar._distributed.process_group import Processes
@@ -14,7 +14,7 @@ from patrickstar._hardware.defer_sigint import defer_sigint
 from patrickstar._hardware.profiler_range import profiler_range
 from patrickstar._layout.schema import GRAD32, PARAM16, PARAM32
 from patrickstar._params.local_shards import LocalShards, follow_written
-from patrickstar._params.managed_param import ManagedParam, profiled_names
+from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.process_hooks import ProcessHooks
 from patrickstar._params.residency import Residency
 from patrickstar._params.row_gradient import RowGradient
@@ -78,21 +78,31 @@ class ModelData(LocalShards, ProcessHooks):
         self.restore_params(managed_params)
         chunks = self.chunks_to_fetch(managed_params)
         if belongs is not None:
-            self._begin_moment(tuple(chunk.index for chunk in chunks), belongs)
+            self._begin_moment(tuple([chunk.index for chunk in chunks]), belongs)
         if not (at_rest := self.manager.at_rest(chunks)):
-            with profiler_range("access", profiled_names(managed_params)):
+            with profiler_range("access", *managed_params):
                 try:
-                    run_in_budget(lambda: self.fetch(chunks, gently=gently), self.tracer, chunks, once=gently)
+                    self._fetch_in_budget(chunks, gently)
                 except BudgetError as error:
                     error.parameter = managed_params[0].name
                     raise
         self.tracer.transfers_done()
         self.manager.note_non_model_bytes()
         self.pin(managed_params)
-        self.residency.hold(chunks)
+        if self.residency.active:
+            self.residency.hold(chunks)
         if not at_rest and belongs is not None:
             self.manager.poll_transfers()
         self.update_param_views()
+
+    def _fetch_in_budget(self, chunks: Sequence[Chunk], gently: bool) -> None:
+        """Fetch the chunks of an access; without room, free garbage and try again, unless the caller makes room."""
+        try:
+            self.fetch(chunks, gently=gently)
+        except BudgetError:
+            if gently or not free_garbage(self.tracer, chunks):
+                raise
+            self.fetch(chunks)
 
     def _begin_moment(self, chunks: tuple[int, ...], belongs: bool) -> None:
         self.tracer.begin_moment(chunks, belongs)
@@ -171,7 +181,11 @@ class ModelData(LocalShards, ProcessHooks):
     @staticmethod
     def chunks_to_fetch(managed_params: Sequence[ManagedParam]) -> list[Chunk]:
         """Return the chunks that an access of `managed_params` needs on the device."""
-        return list(dict.fromkeys(managed.chunk for managed in managed_params if not managed.stays_on_host))
+        chunks: dict[Chunk, None] = {}
+        for managed in managed_params:  # a loop, since this runs for every access
+            if not (managed.on_host and managed.stays_on_host):
+                chunks[managed.chunk] = None
+        return list(chunks)
 
     def pin(self, managed_params: Sequence[ManagedParam]) -> None:
         """Pin parameters whose chunks are on the device."""
@@ -200,7 +214,12 @@ class ModelData(LocalShards, ProcessHooks):
 
     def _keep_budget(self) -> None:
         """Evict chunks until non-model data fits beside them."""
-        run_in_budget(lambda: self.manager.make_room(0, protect=()), self.tracer, ())
+        try:
+            self.manager.make_room(0, protect=())
+        except BudgetError:
+            if not free_garbage(self.tracer, ()):
+                raise
+            self.manager.make_room(0, protect=())
 
     def make_room_for_step(self) -> None:
         """Let chunks fill the budget; evict parameters from an accelerator if more is there than the plan expected."""
@@ -384,7 +403,7 @@ class ModelData(LocalShards, ProcessHooks):
         with torch._C.DisableTorchFunctionSubclass():
             for managed in managed_params:
                 managed.state.consume()
-                self._show_values(managed)
+                managed.show_values()
                 if timeline is not None:
                     timeline.holds_gradients(managed.location.chunk, False)
 

@@ -50,10 +50,9 @@ class Residency:
                 self.manager.note_non_model_bytes()  # its operators have no moments: this holds for all of it
 
     def hold(self, chunks: Iterable[Chunk]) -> None:
-        """Hold accessed chunks, if the iteration is resident."""
-        if self.active:
-            for chunk in chunks:
-                self.manager.hold(chunk)
+        """Hold accessed chunks; the iteration is resident."""
+        for chunk in chunks:
+            self.manager.hold(chunk)
 
     def covers(self, managed_params: Iterable[ManagedParam]) -> bool:
         """Return whether parameters are on held chunks, intact and up to date: while `active`, no access is needed."""

@@ -1,6 +1,7 @@
 """Trace of one iteration (PatrickStar §8.1): chunk accesses and non-model data at each moment."""
 
 from bisect import bisect_right
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -72,3 +73,15 @@ class Trace:
             return NEVER
         index = bisect_right(uses, now)
         return uses[index] if index < len(uses) else len(self.moments) + uses[0]
+
+    def furthest_first(self, chunks: Iterable[int], now: int) -> list[int]:
+        """Return chunks by their next use after `now`, the furthest first, then by index: as `next_use`, at once."""
+        uses, length, order = self.uses, len(self.moments), []
+        for chunk in chunks:
+            moments = uses.get(chunk)
+            if not moments:
+                order.append((-NEVER, chunk))
+                continue
+            index = bisect_right(moments, now)
+            order.append((-(moments[index] if index < len(moments) else length + moments[0]), chunk))
+        return [chunk for _, chunk in sorted(order)]

@@ -10,7 +10,7 @@ from patrickstar._hardware.defer_sigint import defer_sigint
 from patrickstar._hardware.profiler_range import profiler_range
 from patrickstar._hardware.transfer import Transfer
 from patrickstar._kernels.update_rule import Rule, Span
-from patrickstar._params.managed_param import ManagedParam, profiled_names
+from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
 from patrickstar._step.failed_update import give_up
 from patrickstar._step.host_updates import HostUpdates
@@ -179,7 +179,7 @@ class HostSpeculation:
         update = _Update(rules, [param16, *chunks], inputs, spans, downloads)
         if not self._spare.provide(update.sizes) and not self._updates:
             return False
-        with profiler_range("update", profiled_names(rules)):
+        with profiler_range("update", *rules):
             update.running = self._host_updates.start_when_ready(partial(self._bind, update), scales, inputs)
         self._updates[index] = update
         step.running.add(update.running, inputs, partial(self._before_move, index))

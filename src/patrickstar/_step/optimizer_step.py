@@ -10,7 +10,7 @@ from patrickstar._hardware.profiler_range import profiler_range
 from patrickstar._hardware.transfer import Transfer
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.update_rule import Rule
-from patrickstar._params.managed_param import ManagedParam, profiled_names
+from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
 from patrickstar._schedule.placement import Tier
 from patrickstar._step.delayed_update import DelayedUpdates
@@ -259,7 +259,7 @@ class OptimizerStep:
         used = [managed_params[0].shard_chunk, *chunks, *self.data.gradient_sums(index)]
         self.rules.make_room(self.data, rules, used, on_device=chunks[0].device.valid)
         try:
-            with profiler_range("update", profiled_names(rules)):
+            with profiler_range("update", *rules):
                 renewed = self._host_copy_to_renew(index, rules, chunks)
                 running, used = self._start(rules, scales, chunks, first, renewed)
         except BaseException as error:

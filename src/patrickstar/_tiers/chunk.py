@@ -188,6 +188,7 @@ class Chunk:
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.compute_device = device
         self.nbytes = numel * ITEMSIZE[dtype]
+        self.whole = Region(0, (numel,), (1,))
         self.device, self.host, self.disk = Copy(), HostCopy(), DiskCopy()
         self.end_deferred: Callable[[], None] | None = None
         """Ends the queued update of the parameters or gradients in it. See [Note: deferred updates]."""
@@ -244,7 +245,8 @@ class Chunk:
 
     def on_host(self, region: Region) -> torch.Tensor:
         """Return a view of the host copy, once it has been written."""
-        self.host.settle()
+        if self.host.writer is not None:
+            self.host.settle()
         return self._host_view(region)
 
     def _host_view(self, region: Region) -> torch.Tensor:
@@ -295,8 +297,10 @@ class Chunk:
 
     def finish_update(self) -> None:
         """Finish the update that uses a copy in memory, if any, before the chunk moves."""
-        self.device.finish_update()
-        self.host.finish_update()
+        if self.device.end_update is not None:
+            self.device.end_update()
+        if self.host.end_update is not None:
+            self.host.end_update()
 
     def complete_update(self) -> None:
         """Finish the update of its content, running or deferred."""
@@ -308,10 +312,6 @@ class Chunk:
         """Wait until no checkpoint writer reads this chunk's memory."""
         self.device.finish_save()
         self.host.finish_save()
-
-    @property
-    def whole(self) -> Region:
-        return Region(0, (self.numel,), (1,))
 
     def allocate_device(self) -> None:
         if self.refusal:

@@ -40,7 +40,7 @@ class DeviceTier:
         """Number of allocations and releases of chunk memory."""
         self._meter: Meter | None = None
         self.moved: set[Chunk] = set()
-        """Chunks whose memory was allocated or freed since `ChunkManager.drain_moved`."""
+        """Chunks whose memory was allocated, freed or moved since their Parameters were pointed at it."""
         self.timeline: Timeline | None = None
         """Recorder of the step, if it is recorded."""
 

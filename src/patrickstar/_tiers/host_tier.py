@@ -29,7 +29,12 @@ class HostTier:
     """Host memory of chunks, offloaded activations and staging pages, in one arena and under one budget."""
 
     def __init__(
-        self, budget_bytes: int, arena_bytes: int, new_arena: Callable[[int], HostArena], poison: bool
+        self,
+        budget_bytes: int,
+        arena_bytes: int,
+        new_arena: Callable[[int], HostArena],
+        poison: bool,
+        moved: set[Chunk] | None = None,
     ) -> None:
         self.budget_bytes = budget_bytes
         self.new_arena = new_arena
@@ -57,8 +62,8 @@ class HostTier:
         self._last_needed_peak = 0
         self.peak = 0
         self.other_peak = 0
-        self.moved: set[Chunk] = set()
-        """Chunks that compaction has moved since `ChunkManager.drain_moved`."""
+        self.moved: set[Chunk] = set() if moved is None else moved
+        """Where chunks are added whose memory has moved: the set of the device tier, if there is one."""
         self._owners: dict[ArenaBlock, Chunk] = {}
         self._block_copies: dict[ArenaBlock, Transfer] = {}
         """Last copy that reads or writes a block that is no chunk."""
@@ -246,7 +251,7 @@ class HostTier:
         second.host.finish_save()
         self._owners[first.host.block], self._owners[second.host.block] = second, first
         first.host, second.host = second.host, first.host
-        self.moved |= {first, second}
+        self.moved.update((first, second))
 
     def _detach(self, chunk: Chunk) -> ArenaBlock:
         """Return a chunk's block, which is no longer its host copy."""

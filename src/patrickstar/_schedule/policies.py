@@ -1,10 +1,80 @@
 """Policies of eviction, when the device is full (PatrickStar §8.3), and of prefetch."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from patrickstar._schedule.trace import NEVER, Trace
+
+# [Note: passes in one direction]
+# A step uses chunks in one order and then in the reverse one, so that the chunk used last is needed soonest. Passes
+# that all have the same direction are the opposite: the chunk just used is needed last. A fetch that evicts it as soon
+# as possible would then replace every chunk in every pass, although the pass only lacks what exceeds the budget. So a
+# fixed set of chunks stays, which leaves room for two others: one that an operator uses, and one on its way. A pass
+# moves the other chunks and no more: the bytes of the model less the budget, plus these two.
+
+RECENT = 3
+"""Accesses, the present one included, whose chunks `ListOrder` evicts last: experts use up to three in turn."""
+
+
+class EvictionPolicy(Protocol):
+    """Order in which chunks are evicted."""
+
+    def eviction_order(self, candidates: Iterable[int], now: int) -> list[int]:
+        """Return the candidates in the order of eviction."""
+        ...
+
+
+class AccessHistory:
+    """Accesses of chunks so far."""
+
+    def __init__(self) -> None:
+        self.last_use: dict[int, int] = {}
+        """Number of the last access of each chunk."""
+        self._count = 0
+        self._recent: deque[tuple[int, ...]] = deque(maxlen=RECENT)
+
+    def add(self, chunks: tuple[int, ...]) -> None:
+        """Record that an operator accesses chunks."""
+        self._count += 1
+        self.last_use.update(dict.fromkeys(chunks, self._count))
+        if chunks not in self._recent:
+            self._recent.append(chunks)
+
+    def is_recent(self, chunk: int) -> bool:
+        """Return whether one of the last accesses that differ used a chunk."""
+        return any(chunk in chunks for chunks in self._recent)
+
+
+class ListOrder:
+    """Eviction by chunk index, used in forwards without gradients that follow no trace.
+
+    Each of them has the order of the list: the chunk that was used last is needed last, and those with a large index
+    stay. The chunks of the last accesses are evicted last, because experts use several parameters in turn.
+    """
+
+    def __init__(self, history: AccessHistory | None = None) -> None:
+        self._history = AccessHistory() if history is None else history
+
+    def eviction_order(self, candidates: Iterable[int], now: int) -> list[int]:
+        """Return the candidates sorted by chunk index, those of the last accesses at the end."""
+        return sorted(candidates, key=lambda chunk: (self._history.is_recent(chunk), chunk))
+
+
+class LeastRecentlyUsed:
+    """Eviction of the chunk whose last use is furthest in the past, used in a step that follows no trace.
+
+    In a forward these chunks are needed last, since backward runs in the reverse order; in backward, not any more.
+    """
+
+    def __init__(self, history: AccessHistory) -> None:
+        self._history = history
+
+    def eviction_order(self, candidates: Iterable[int], now: int) -> list[int]:
+        """Return the candidates in the order of their last use, then by chunk index."""
+        return sorted(candidates, key=lambda chunk: (self._history.last_use.get(chunk, 0), chunk))
 
 
 @dataclass(frozen=True)
@@ -28,13 +98,9 @@ class PrefetchPolicy(ABC):
         self.trace, self.nbytes, self.budget_bytes = trace, nbytes, budget_bytes
         self.chunkable = [budget_bytes - moment.non_model_bytes for moment in trace.moments]
 
-    def next_use(self, chunk: int, now: int) -> int:
-        """Return the first moment after `now` that needs `chunk`, within the horizon of the policy."""
-        return self.trace.next_use(chunk, now)
-
     def eviction_order(self, candidates: Iterable[int], now: int) -> list[int]:
         """Return the eviction order on demand: furthest next use first, then by lower index."""
-        return sorted(candidates, key=lambda chunk: (-self.next_use(chunk, now), chunk))
+        return self.trace.furthest_first(candidates, now)
 
     @abstractmethod
     def prefetches(
@@ -145,6 +211,61 @@ class AggressivePrefetch(PrefetchPolicy):
             if short <= 0:
                 return tuple(evicted)
         return None
+
+
+class StreamingPrefetch(PrefetchPolicy):
+    """Keeps a fixed set of chunks on the device, and fetches the others in order, each before its use.
+
+    For forwards that repeat, as each token of a generation does: see [Note: passes in one direction].
+    """
+
+    def __init__(self, trace: Trace, nbytes: Mapping[int, int], budget_bytes: int) -> None:
+        super().__init__(trace, nbytes, budget_bytes)
+        self._room = min(self.chunkable, default=0)
+        order = sorted(trace.uses, key=lambda chunk: (-len(trace.uses[chunk]), trace.first_use(chunk)))
+        together = (sum(nbytes[chunk] for chunk in moment.chunks) for moment in trace.moments)
+        room = self._room - 2 * max(together, default=0)
+        self.resident: set[int] = set()
+        for chunk in order:
+            if nbytes[chunk] > room:
+                break
+            self.resident.add(chunk)
+            room -= nbytes[chunk]
+
+    def eviction_order(self, candidates: Iterable[int], now: int) -> list[int]:
+        """Return the streamed chunks before those that stay, each furthest next use first."""
+        order = self.trace.furthest_first(candidates, now)
+        return sorted(order, key=self.resident.__contains__)
+
+    def prefetches(
+        self, now: int, present: Collection[int], held: Collection[int], limit_bytes: int
+    ) -> list[PrefetchMove]:
+        """Return fetches of the next missing chunks, in place of streamed ones that are needed later."""
+        on_device, fetches = set(present), list[PrefetchMove]()
+        used = sum(self.nbytes[chunk] for chunk in on_device)
+        streamed = [chunk for chunk in self.eviction_order(on_device - self.resident, now) if chunk not in held]
+        for chunk in self._missing(now, on_device):
+            nbytes, evicted = self.nbytes[chunk], list[int]()
+            while used + nbytes > self._room and streamed and self._is_later(streamed[0], chunk, now):
+                evicted.append(streamed.pop(0))
+                used -= self.nbytes[evicted[-1]]
+            if used + nbytes > self._room or nbytes > limit_bytes:
+                break  # what was not evicted for it stays
+            fetches.append(PrefetchMove(chunk, tuple(evicted)))
+            used, limit_bytes = used + nbytes, limit_bytes - nbytes
+        return fetches
+
+    def _missing(self, now: int, present: Collection[int]) -> Iterator[int]:
+        """Yield the missing chunks in the order of their next use, in this pass or the next."""
+        found, moments = set(present), self.trace.moments
+        for number in range(now + 1, now + 1 + len(moments)):
+            for chunk in moments[number % len(moments)].chunks:
+                if chunk not in found:
+                    found.add(chunk)
+                    yield chunk
+
+    def _is_later(self, chunk: int, other: int, now: int) -> bool:
+        return self.trace.next_use(chunk, now) > self.trace.next_use(other, now)
 
 
 class NarrowestMoments:
