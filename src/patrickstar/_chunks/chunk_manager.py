@@ -5,6 +5,8 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from patrickstar._chunks.device_prefetch import DevicePrefetch
+from patrickstar._chunks.io_dispatch import IODispatch
+from patrickstar._distributed.chunk_comm import ChunkComm
 from patrickstar._hardware.accelerator import DeviceClock
 from patrickstar._hardware.defer_sigint import defer_sigint
 from patrickstar._hardware.vm_pool import round_up
@@ -17,7 +19,6 @@ from patrickstar._tiers.disk_tier import STAGES, DiskTier
 from patrickstar._tiers.hardware import Hardware
 from patrickstar._tiers.host_arena import ALIGN_BYTES, ArenaBlock
 from patrickstar._tiers.host_tier import HostTier
-from patrickstar._tiers.io_dispatch import IODispatch, PeerTransfers
 from patrickstar._tiers.timeline import Timeline
 
 
@@ -37,7 +38,7 @@ class ChunkManager(DevicePrefetch):
         disk: DiskTier | None = None,
         arena_bytes: int | None = None,
         hardware: Hardware | None = None,
-        comm: PeerTransfers | None = None,
+        comm: ChunkComm | None = None,
         evict_everything: bool = False,
     ) -> None:
         self.device = device

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from patrickstar._chunks.io_dispatch import IODispatch
 from patrickstar._chunks.transfers import ChunkTransfers
 from patrickstar._hardware.defer_sigint import defer_sigint
 from patrickstar._layout.byte_size import format_size
@@ -16,7 +17,6 @@ from patrickstar._tiers.chunk import Chunk
 from patrickstar._tiers.device_tier import DeviceTier
 from patrickstar._tiers.disk_tier import DiskTier
 from patrickstar._tiers.host_tier import HostTier
-from patrickstar._tiers.io_dispatch import IODispatch
 from patrickstar._tiers.transfer_counters import TransferCounters
 from patrickstar.errors import BudgetError
 

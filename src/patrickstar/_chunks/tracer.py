@@ -6,9 +6,9 @@ from contextlib import contextmanager
 
 from patrickstar._chunks.chunk_manager import ChunkManager
 from patrickstar._chunks.iteration_mode import Mode
+from patrickstar._distributed.linked_processes import LinkedProcesses
 from patrickstar._hardware.memory_meter import Meter
 from patrickstar._layout.schema import PARAM16
-from patrickstar._schedule.coordination import Linked
 from patrickstar._schedule.placement import cautious_limit_bytes
 from patrickstar._schedule.policies import (
     AccessHistory,
@@ -36,7 +36,7 @@ class Tracer:
         manager: ChunkManager,
         meter: Meter,
         prefetch_policy: type[PrefetchPolicy] | None = None,
-        linked: Linked | None = None,
+        linked: LinkedProcesses | None = None,
     ) -> None:
         self.manager = manager
         self.linked = linked

@@ -2,6 +2,7 @@
 
 import torch
 
+from patrickstar._chunks.io_dispatch import IODispatch
 from patrickstar._hardware.defer_sigint import defer_sigint
 from patrickstar._hardware.profiler_range import profiler_range
 from patrickstar._hardware.transfer import Transfer
@@ -10,7 +11,6 @@ from patrickstar._tiers.chunk import Chunk
 from patrickstar._tiers.copy_streams import StreamTransfer
 from patrickstar._tiers.device_tier import DeviceTier
 from patrickstar._tiers.host_tier import HostTier
-from patrickstar._tiers.io_dispatch import IODispatch
 
 # [Note: transfers in flight]
 # Only the training thread decides which chunks move and changes their state; other threads and streams only copy bytes.

@@ -7,7 +7,6 @@ from typing import Protocol
 
 import torch
 
-from patrickstar._chunks.chunk_manager import ChunkManager
 from patrickstar._distributed.collectives import Collectives, shard_sizes
 from patrickstar._distributed.rank_group import RankGroup
 from patrickstar._hardware.transfer import Transfer
@@ -20,7 +19,14 @@ from patrickstar._tiers.transfer_counters import TransferCounters
 class ShardOwner(Protocol):
     """Owner of this process's shards of chunks."""
 
-    manager: ChunkManager
+    has_gpu: bool
+    """True if an accelerator reads shards on the host beside it."""
+
+    def chunk(self, kind: str, index: int) -> Chunk:
+        """Return a chunk of one of its lists."""
+
+    def settle(self, chunk: Chunk) -> None:
+        """End all that uses a chunk's memory."""
 
     def parameters(self, index: int) -> torch.Tensor:
         """Return the `param16` shard of a chunk that this process owns, on its current tier."""
@@ -118,7 +124,7 @@ class FlatTransport(Transport):
         self.counters.inter_replica_gathered_bytes += own.nbytes * len(set(targets) & set(self.elsewhere))
         if whole is not None and len(targets) == group.size:
             gathering = self.collectives.all_gather(group, own, whole, bounds)
-            keep_shard(owner.manager, self.index, gathering)
+            keep_shard(owner, self.index, gathering)
         else:
             gathering = self.collectives.gather_to(group, own, whole, bounds, targets)
             gathering.wait()  # the source may change as soon as this process continues
@@ -142,8 +148,8 @@ class FlatTransport(Transport):
         return tuple(number for number, member in enumerate(self.members) if member in ranks)
 
 
-def keep_shard(manager: ChunkManager, index: int, reader: Transfer) -> None:
+def keep_shard(owner: ShardOwner, index: int, reader: Transfer) -> None:
     """Keep the `param16` shard of a chunk, if the device reads it on the host, unchanged until `reader` has ended."""
-    own = manager[SHARD16, index]
-    if not own.device.valid and manager.hardware.has_gpu:
+    own = owner.chunk(SHARD16, index)
+    if not own.device.valid and owner.has_gpu:
         own.host.reader = reader

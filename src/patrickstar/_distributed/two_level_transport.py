@@ -50,7 +50,7 @@ class TwoLevelTransport(Transport):
         targets = self._in_replica(ranks)
         if not targets:
             return None
-        node = owner.manager[NODE16, self.index]
+        node = owner.chunk(NODE16, self.index)
         own = node.flat_on_host(0, node.numel)
         if whole is not None:
             self.counters.h2d_bytes += own.nbytes
@@ -66,18 +66,18 @@ class TwoLevelTransport(Transport):
     def _refresh(self, owner: ShardOwner) -> None:
         """Exchange the parts of this replica's shard with the other replicas."""
         self.stale = False
-        node = owner.manager[NODE16, self.index]
+        node = owner.chunk(NODE16, self.index)
         if not node.numel:
             return
         part, replicate = owner.parameters(self.index), self.levels.replicate
-        owner.manager.transfers.settle(node)  # earlier gathers have read it
+        owner.settle(node)  # earlier gathers have read it
         target = node.flat_on_host(0, node.numel)
         node.host.writer = self.collectives.all_gather(replicate, part, target, self.levels.part_bounds(self.bounds))
-        keep_shard(owner.manager, self.index, node.host.writer)
+        keep_shard(owner, self.index, node.host.writer)
         sent_bytes = part.nbytes * (replicate.size - 1)
         self.counters.gathered_bytes += sent_bytes
         self.counters.inter_replica_gathered_bytes += sent_bytes
-        if owner.manager.hardware.has_gpu:
+        if owner.has_gpu:
             self.counters.h2d_bytes += part.nbytes
             self.counters.d2h_bytes += node.nbytes
 

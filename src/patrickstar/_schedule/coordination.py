@@ -1,9 +1,8 @@
 """Coordination of processes: what each one requests, and what all of them do next, without deadlock."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol
 
 from patrickstar.errors import PeerError
 
@@ -139,16 +138,3 @@ _DESCRIPTIONS = {
     Request.DROP: "dropping gradients",
     Request.WRITE: "writing to a parameter in place",
 }
-
-
-class Linked(Protocol):
-    """Processes that have to decide alike."""
-
-    def largest(self, nbytes: int, accesses: int = 0) -> int:
-        """Return the largest of the processes' values; `accesses` is a hash of all accesses so far."""
-
-    def common(self, key: Hashable) -> Hashable:
-        """Return a key that stands for the keys of all processes."""
-
-    def largest_each(self, values: Sequence[int]) -> list[int]:
-        """Return the largest of the processes' values, element by element."""
