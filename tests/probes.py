@@ -197,7 +197,7 @@ def equal_device_bytes() -> Iterator[None]:
 
     def checked(tracer: Tracer, nbytes: int) -> int:
         if tracer.linked is not None:
-            settled_bytes = tracer.manager.settled_bytes
+            settled_bytes = tracer.manager.cache.settled_bytes
             largest, smallest = agreed(tracer, settled_bytes), -agreed(tracer, -settled_bytes)
             assert largest == smallest, f"chunks occupy {smallest} to {largest} bytes of linked processes' devices"
         return agreed(tracer, nbytes)

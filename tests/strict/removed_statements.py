@@ -20,7 +20,7 @@ import removal
 
 MODULES = {
     "_checkpoint": "async_save direct_writer",
-    "_chunks": "chunk_manager device_eviction transfers",
+    "_chunks": "chunk_manager device_cache transfers",
     "_hardware": "accelerator",
     "_params": "local_shards owned_shards",
     "_step": "delayed_update disk_optimizer_step disk_speculation gradient_buffer host_speculation lock_free_update "

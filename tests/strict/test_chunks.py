@@ -37,7 +37,7 @@ def filled(manager: ChunkManager, index: int, tier: Tier, value: float) -> Chunk
 
 def start_eviction(manager: ChunkManager, chunk: Chunk) -> None:
     """Start to copy a chunk to the host."""
-    assert manager._ensure_host_block(chunk)
+    assert manager.cache.ensure_host_block(chunk)
     manager.transfers.start_eviction(chunk, Tier.HOST)
 
 
@@ -63,7 +63,7 @@ def evicted(manager: ChunkManager, index: int, value: float) -> Chunk:
 def fetched_and_dropped(manager: ChunkManager, index: int, value: float) -> tuple[Chunk, torch.Tensor]:
     """Return a chunk that was fetched and evicted without a copy, and what the device reads in between."""
     chunk = filled(manager, index, Tier.HOST, value)
-    manager.fetch([chunk])
+    manager.cache.fetch([chunk])
     read = chunk.on_device(chunk.whole).clone()
     manager._evict(chunk)
     assert chunk.host.valid and not chunk.device.present
@@ -129,14 +129,14 @@ def test_transfers_that_have_ended_free_their_memory_without_a_wait(manager):
     chunk = filled(manager, 0, Tier.DEVICE, 3.0)
     start_eviction(manager, chunk)
     torch.accelerator.synchronize()
-    manager.poll_transfers()
+    manager.cache.poll_transfers()
     assert not manager.transfers.in_flight and manager.device_tier.used == 0
 
 
 def test_memory_of_running_evictions_is_freed_for_a_retry(manager):
     chunk = filled(manager, 0, Tier.DEVICE, 3.0)
     start_eviction(manager, chunk)
-    manager.free_memory(0)
+    manager.cache.free_memory(0)
     assert manager.device_tier.used == 0
     assert (chunk.on_host(chunk.whole) == 3).all()
 
@@ -160,10 +160,10 @@ def test_an_only_copy_in_flight_survives_the_cancelling_of_all_transfers(manager
 
 def test_held_chunks_stay_while_others_are_evicted(manager):
     held, other = filled(manager, 0, Tier.DEVICE, 2.0), filled(manager, 1, Tier.DEVICE, 3.0)
-    manager.hold(held)
-    manager.make_room((DEVICE_CHUNKS - 1) * ALIGN_BYTES, protect=())
+    manager.cache.hold(held)
+    manager.cache.make_room((DEVICE_CHUNKS - 1) * ALIGN_BYTES, protect=())
     assert held.device.valid and not other.device.present
-    manager.withdraw_holds()
+    manager.cache.withdraw_holds()
 
 
 def test_a_chunk_that_makes_room_for_a_new_one_on_the_host_is_valid_at_once(manager):
@@ -188,7 +188,7 @@ def test_queued_fetches_get_the_room_of_evictions_in_flight(manager):
     first, *_ = [filled(manager, index, Tier.DEVICE, float(index)) for index in range(DEVICE_CHUNKS)]
     queued = filled(manager, DEVICE_CHUNKS, Tier.HOST, 9.0)
     start_eviction(manager, first)
-    manager.queue_fetches([queued])
+    manager.cache.queue_fetches([queued])
     assert not queued.device_bytes
-    manager.cancel_prefetch()
+    manager.cache.cancel_prefetch()
     assert queued.device_bytes and not first.device_bytes

@@ -102,19 +102,19 @@ def test_a_chunk_moves_once_its_update_has_ended(tmp_path, tier, move):
             assert chunk in updated(engine) and chunk.device.valid == (tier is Tier.DEVICE)
             timer = set_later(opened)
             if move == "evict":
-                manager.make_room(manager.device_tier.chunkable_bytes, protect=())
+                manager.cache.make_room(manager.device_tier.chunkable_bytes, protect=())
             elif move == "move":
                 manager.move_to_tier(chunk, Tier.HOST)
             elif move == "fetch":
-                manager.queue_fetches([chunk])
+                manager.cache.queue_fetches([chunk])
                 assert not opened.is_set() and not chunk.device_bytes, "a prefetch does not wait"
-                manager.fetch([chunk])
+                manager.cache.fetch([chunk])
             elif move == "stop":
-                manager.queue_fetches([chunk])
-                manager.cancel_prefetch()
+                manager.cache.queue_fetches([chunk])
+                manager.cache.cancel_prefetch()
                 assert not opened.is_set() and not chunk.device_bytes, "a step does not wait for what was queued"
                 chunk.finish_update()
-                manager.poll_transfers()
+                manager.cache.poll_transfers()
                 assert chunk.device_bytes, "what was queued and has room is fetched after the update"
             else:
                 assert manager.free_host(manager.host_tier.budget_bytes - manager.host_tier.other_bytes)
@@ -179,9 +179,9 @@ def test_a_chunk_on_its_way_to_the_host_is_updated_there(tmp_path):
                 backward(engine)
                 manager.complete_transfers()
                 chunk = manager.param16[0]
-                manager.fetch([chunk])  # in the first iteration no chunk stays that no operator uses
+                manager.cache.fetch([chunk])  # in the first iteration no chunk stays that no operator uses
                 if evict:
-                    assert manager.free_host(chunk.nbytes) and manager._ensure_host_block(chunk)
+                    assert manager.free_host(chunk.nbytes) and manager.cache.ensure_host_block(chunk)
                     manager.transfers.start_eviction(chunk, Tier.HOST)
                 engine.optimizer.step()
                 pipeline.finish()

@@ -100,7 +100,7 @@ class Operations(RuleBasedStateMachine):
         self.manager = ChunkManager(CPU, device * UNIT, host * UNIT, poison=True)
         CheckedChunk.manager = CheckedHostTier.manager = self.manager
         host_tier = CheckedHostTier(host * UNIT, host * UNIT, Hardware(CPU).host_arena, True, self.manager.moved)
-        self.manager.host_tier = self.manager.transfers.host_tier = host_tier
+        self.manager.host_tier = self.manager.transfers.host_tier = self.manager.cache.host_tier = host_tier
         self.blocks: dict[ArenaBlock, int] = {}
         self.value: dict[CheckedChunk, int] = {}
         self.writes = 0
@@ -180,7 +180,7 @@ class Operations(RuleBasedStateMachine):
         """`param16` is evicted down to the soft limit, other chunks only if the budget requires it."""
         manager = self.manager
         compute = manager.device_tier
-        soft_limit = 0 if manager.evict_everything else compute.soft_limit_bytes - compute.non_model_bytes
+        soft_limit = 0 if manager.cache.evict_everything else compute.soft_limit_bytes - compute.non_model_bytes
         limits = {PARAM16: min(soft_limit, compute.chunkable_bytes), PARAM32: compute.chunkable_bytes}
         if wanted > limits[PARAM16]:
             evictable = [c for c in others if c.kind == PARAM16 and self.is_evictable(c)]
@@ -231,7 +231,7 @@ class Operations(RuleBasedStateMachine):
     def fetch(self, data) -> None:
         chunks = self.draw_chunks(data)
         fetched = [c for c in chunks if not c.device.valid]
-        if self.operate(lambda: self.manager.fetch(chunks), chunks, sum(c.nbytes for c in fetched)):
+        if self.operate(lambda: self.manager.cache.fetch(chunks), chunks, sum(c.nbytes for c in fetched)):
             assert all(c.device.valid for c in chunks)
             assert all(c.host.valid is (c.host.present) for c in fetched)
             assert self.manager.transfers.keep_duplicates or not any(c.host.valid for c in fetched)
@@ -239,7 +239,7 @@ class Operations(RuleBasedStateMachine):
     @rule(data=st.data(), nbytes=st.integers(0, 4000) | st.integers(0, 15).map(lambda n: UNIT * n))
     def make_room(self, data, nbytes: int) -> None:
         protect = self.draw_chunks(data)
-        self.operate(lambda: self.manager.make_room(nbytes, protect), protect, nbytes)
+        self.operate(lambda: self.manager.cache.make_room(nbytes, protect), protect, nbytes)
 
     @precondition(lambda self: any(not c.pins for c in self.value))
     @rule(data=st.data(), tier=tiers)
@@ -288,7 +288,7 @@ class Operations(RuleBasedStateMachine):
     def conditions(self, non_model: int, soft_limit: int, everything: bool, keep: bool) -> None:
         self.manager.device_tier.non_model_bytes = min(UNIT * non_model, self.manager.device_tier.budget_bytes)
         self.manager.device_tier.soft_limit_bytes = self.manager.device_tier.budget_bytes * soft_limit // 100
-        self.manager.evict_everything = everything
+        self.manager.cache.evict_everything = everything
         self.manager.transfers.keep_duplicates = keep
 
     @invariant()
@@ -318,10 +318,10 @@ TestOperations.settings = settings(derandomize=True, deadline=None, max_examples
 def test_the_policy_is_given_the_current_moment():
     manager = ChunkManager(CPU, 3 * UNIT, 10 * UNIT, poison=True)
     chunks = [manager.new_chunk(PARAM16, index, ALIGN_NUMEL, "bfloat16", Tier.HOST) for index in range(4)]
-    manager.eviction_policy = DemandFetch(Trace([Moment((index,)) for index in (0, 1, 2, 1, 3, 0, 2, 1)]), {}, 0)
-    manager.fetch(chunks[:3])
-    manager.now = 4
-    manager.fetch(chunks[3:])
+    manager.cache.eviction_policy = DemandFetch(Trace([Moment((index,)) for index in (0, 1, 2, 1, 3, 0, 2, 1)]), {}, 0)
+    manager.cache.fetch(chunks[:3])
+    manager.cache.now = 4
+    manager.cache.fetch(chunks[3:])
     assert [chunk.device.valid for chunk in chunks] == [True, False, True, True]
 
 
@@ -330,24 +330,24 @@ def test_an_evicted_chunk_takes_the_host_memory_of_a_duplicate_before_it_goes_to
     manager = ChunkManager(CPU, 2 * nbytes, nbytes + (STAGES + 1) * disk.page_bytes, poison=True, disk=disk)
     first, second, third = (manager.new_chunk(PARAM16, i, nbytes // 2, "bfloat16", Tier.DISK) for i in range(3))
     for value, chunk in enumerate((first, second, third)):
-        manager.fetch([chunk])
+        manager.cache.fetch([chunk])
         chunk.on_device(chunk.whole).fill_(value)
         manager.mark_written(chunk, on_device=True)
     assert first.host.valid and not second.host.present, "the first is evicted to the host"
     manager.move_to_tier(second, Tier.DISK)
-    manager.queue_fetches([first])
-    manager.make_room(nbytes, protect=(first,))
+    manager.cache.queue_fetches([first])
+    manager.cache.make_room(nbytes, protect=(first,))
     assert third.disk.valid and first.host.present, (
         "no operator has accessed it: its copy stays, even if it has arrived"
     )
-    manager.fetch([first, second])
+    manager.cache.fetch([first, second])
     manager.mark_written(second, on_device=True)
-    manager.make_room(nbytes, protect=(first,))
+    manager.cache.make_room(nbytes, protect=(first,))
     assert second.host.valid and not first.host.present
-    manager.make_room(2 * nbytes, protect=())
+    manager.cache.make_room(2 * nbytes, protect=())
     manager.transfers.complete(first)
     assert first.disk.valid, "the host is full of what is nowhere else"
     for value, chunk in enumerate((first, second, third)):
-        manager.fetch([chunk])
+        manager.cache.fetch([chunk])
         assert chunk.on_device(chunk.whole).unique().tolist() == [value]
     manager.close()

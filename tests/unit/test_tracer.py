@@ -94,9 +94,9 @@ def test_traced_iteration_evicts_the_least_recently_used_and_records_peak_of_eve
     tracer.begin_iteration("b")
     tracer.meter.use(70)
     tracer.begin_moment((0,), belongs=True)
-    assert tracer.mode is Mode.TRACE and isinstance(tracer.manager.eviction_policy, LeastRecentlyUsed)
+    assert tracer.mode is Mode.TRACE and isinstance(tracer.manager.cache.eviction_policy, LeastRecentlyUsed)
     device = tracer.manager.device_tier
-    assert (device.soft_limit_bytes, device.non_model_bytes, tracer.manager.now) == (CAUTIOUS, 70, 0)
+    assert (device.soft_limit_bytes, device.non_model_bytes, tracer.manager.cache.now) == (CAUTIOUS, 70, 0)
     tracer.discard_iteration()
     tracer.meter.use(0)
     assert not iterate(tracer, "a", ACCESSES)
@@ -110,12 +110,12 @@ def test_next_iteration_of_a_kind_follows_the_trace(tracer):
     iterate(tracer, "a", ACCESSES)
     assert tracer.begin_iteration("a")
     manager, trace = tracer.manager, tracer.traces["a"]
-    assert isinstance(manager.eviction_policy, PrefetchPolicy) and manager.eviction_policy.trace is trace
-    assert manager.prefetch_policy is manager.eviction_policy
-    assert dict(manager.eviction_policy.nbytes) == dict.fromkeys(range(CHUNKS), 16)
+    assert isinstance(manager.cache.eviction_policy, PrefetchPolicy) and manager.cache.eviction_policy.trace is trace
+    assert manager.cache.prefetch_policy is manager.cache.eviction_policy
+    assert dict(manager.cache.eviction_policy.nbytes) == dict.fromkeys(range(CHUNKS), 16)
     for now, chunks in enumerate(SHAPE):
         tracer.begin_moment(chunks, belongs=True)
-        assert (tracer.mode, manager.now) == (Mode.PLAN, now)
+        assert (tracer.mode, manager.cache.now) == (Mode.PLAN, now)
         assert manager.device_tier.non_model_bytes == trace.moments[now].non_model_bytes
         assert manager.device_tier.soft_limit_bytes == BUDGET
     assert not tracer.end_iteration()
@@ -145,7 +145,10 @@ def test_unexpected_access_departs_from_plan_and_retraces(tracer, at, unexpected
     tracer.begin_moment(unexpected, belongs=True)
     assert tracer.mode is Mode.DEMAND
     assert tracer.traces == {}
-    assert isinstance(tracer.manager.eviction_policy, LeastRecentlyUsed) and tracer.manager.prefetch_policy is None
+    assert (
+        isinstance(tracer.manager.cache.eviction_policy, LeastRecentlyUsed)
+        and tracer.manager.cache.prefetch_policy is None
+    )
     assert tracer.manager.device_tier.non_model_bytes == 77
     tracer.begin_moment((0,), belongs=True)
     assert tracer.mode is Mode.DEMAND
@@ -205,7 +208,9 @@ def test_discarded_iteration_drops_its_trace(tracer):
         tracer.begin_moment((0,), belongs=True)
         tracer.discard_iteration()
         assert (tracer.mode, tracer.open_key) == (Mode.DEMAND, None)
-        assert isinstance(tracer.manager.eviction_policy, ListOrder) and tracer.manager.prefetch_policy is None
+        assert (
+            isinstance(tracer.manager.cache.eviction_policy, ListOrder) and tracer.manager.cache.prefetch_policy is None
+        )
         assert list(tracer.traces) == ["b"]
     tracer.discard_iteration()
     assert list(tracer.traces) == ["b"]
@@ -217,7 +222,7 @@ def test_access_outside_the_iteration_is_no_moment(tracer):
     tracer.begin_moment((0,), belongs=True)
     tracer.meter.use(33)
     tracer.begin_moment((3,), belongs=False)
-    assert (tracer.mode, tracer.manager.now) == (Mode.PLAN, 0)
+    assert (tracer.mode, tracer.manager.cache.now) == (Mode.PLAN, 0)
     assert tracer.manager.device_tier.non_model_bytes == 33
     for chunks in SHAPE[1:]:
         tracer.begin_moment(chunks, belongs=True)
@@ -275,11 +280,11 @@ def test_policy_is_created_once_per_trace(policy):
     assert new_tracer().prefetch_policy is DemandFetch, "a CPU without a disk does not prefetch"
     tracer = new_tracer(policy)
     assert tracer.prefetch_policy is policy
-    tracer.manager.evict_everything = True  # no iteration is resident
+    tracer.manager.cache.evict_everything = True  # no iteration is resident
 
     def followed(key):
         tracer.begin_iteration(key)
-        found = tracer.manager.prefetch_policy
+        found = tracer.manager.cache.prefetch_policy
         for chunks in SHAPE:
             tracer.begin_moment(chunks, belongs=True)
         tracer.end_iteration()

@@ -51,7 +51,7 @@ def test_compaction_waits_for_a_copy_in_flight(manager, direction):
     gap = filled(manager, 0, 2, Tier.HOST, 1.0)
     chunk = filled(manager, 1, 2, Tier.HOST if direction == "h2d" else Tier.DEVICE, 2.0)
     if direction == "d2h":
-        assert manager._ensure_host_block(chunk)
+        assert manager.cache.ensure_host_block(chunk)
     other_gap = filled(manager, 2, 2, Tier.HOST, 3.0)
     timer = delay_copies(manager)
     if direction == "h2d":
@@ -65,7 +65,7 @@ def test_compaction_waits_for_a_copy_in_flight(manager, direction):
     assert chunk.host.block.start != start, "no compaction happened"
     timer.join()
     if direction == "h2d":
-        manager.fetch([chunk])
+        manager.cache.fetch([chunk])
         assert (chunk.on_device(chunk.whole) == 2.0).all()
     else:
         manager.complete_transfers()
@@ -78,7 +78,7 @@ def test_a_chunk_being_evicted_keeps_its_host_block(manager):
     """Its host copy looks like a duplicate, but will be the only copy."""
     filled(manager, 2, 3, Tier.HOST, 1.0)
     chunk = filled(manager, 0, 2, Tier.DEVICE, 2.0)
-    assert manager._ensure_host_block(chunk)
+    assert manager.cache.ensure_host_block(chunk)
     timer = delay_copies(manager)
     manager.transfers.start_eviction(chunk, Tier.HOST)
     assert not manager.host_tier.has_room(2 * ALIGN_BYTES)
@@ -123,7 +123,7 @@ def shared():
     """Return a manager and a chunk that it shares with other processes and has gathered."""
     manager = ChunkManager(CPU, 4 * ALIGN_BYTES, 4 * ALIGN_BYTES, poison=True, comm=OtherProcesses())
     chunk = manager.new_shared_chunk(PARAM16, 0, ALIGN_BYTES // 4, "float32")
-    manager.fetch([chunk])
+    manager.cache.fetch([chunk])
     assert (chunk.on_device(chunk.whole) == 0).all()
     yield manager, chunk
     manager.close()

@@ -1,11 +1,12 @@
 """Chunk manager: moves chunks between the tiers within byte budgets (PatrickStar, Algorithms 1 and 2)."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 
-from patrickstar._chunks.device_prefetch import DevicePrefetch
+from patrickstar._chunks.device_cache import DeviceCache
 from patrickstar._chunks.io_dispatch import IODispatch
+from patrickstar._chunks.transfers import ChunkTransfers
 from patrickstar._distributed.chunk_comm import ChunkComm
 from patrickstar._hardware.accelerator import DeviceClock
 from patrickstar._hardware.defer_sigint import defer_sigint
@@ -20,12 +21,13 @@ from patrickstar._tiers.hardware import Hardware
 from patrickstar._tiers.host_arena import ALIGN_BYTES, ArenaBlock
 from patrickstar._tiers.host_tier import HostTier
 from patrickstar._tiers.timeline import Timeline
+from patrickstar._tiers.transfer_counters import TransferCounters
 
 
-class ChunkManager(DevicePrefetch):
+class ChunkManager:
     """Owner of one engine's chunks and of their memory on the tiers.
 
-    It decides which chunks move; `ChunkTransfers` moves them. See [Note: transfers in flight].
+    `DeviceCache` decides which chunks are on the device; `ChunkTransfers` moves them. See [Note: transfers in flight].
     """
 
     def __init__(
@@ -55,10 +57,22 @@ class ChunkManager(DevicePrefetch):
             page = host_tier.view(host_tier.allocate_block(disk.page_bytes), torch.uint8)
             # Staging buffers that the worker threads allocate themselves.
             host_tier.other_bytes += STAGES * disk.page_bytes
-        super().__init__(device_tier, host_tier, IODispatch(hardware, disk, page, comm), evict_everything)
+        self.hardware = hardware
+        self.device_tier, self.host_tier, self.disk_tier = device_tier, host_tier, disk
+        self.io_dispatch = IODispatch(hardware, disk, page, comm)
+        self.transfers = ChunkTransfers(device_tier, host_tier, self.io_dispatch)
+        self.chunks: dict[tuple[str, int], Chunk] = {}
+        self.param16: dict[int, Chunk] = {}
+        """Chunks of the `param16` list by index: operators read these."""
+        self.cache = DeviceCache(self.chunks, self.param16, self.transfers, evict_everything)
+        """Chooses the chunks that are on the device."""
 
     def __getitem__(self, key: tuple[str, int]) -> Chunk:
         return self.chunks[key]
+
+    @property
+    def counters(self) -> TransferCounters:
+        return self.io_dispatch.counters
 
     @property
     def resident_bytes(self) -> int:
@@ -79,12 +93,12 @@ class ChunkManager(DevicePrefetch):
         """
         chunk = self.device_tier.new(kind, index, numel, dtype)
         if tier is Tier.DEVICE:
-            self.make_room(chunk.nbytes, protect=())
-            self._with_retry(self.device_tier.allocate, chunk, protect=())
+            self.cache.make_room(chunk.nbytes, protect=())
+            self.cache.with_retry(self.device_tier.allocate, chunk, protect=())
             chunk.on_device(chunk.whole).fill_(0)
             chunk.device.valid = True
         elif tier is Tier.HOST:
-            self._promote_to_device(chunk)
+            self.cache.make_host_room(chunk)
             self.host_tier.make_room(chunk.nbytes, repr(chunk))
             self.host_tier.allocate(chunk).fill_(0)
             chunk.host.valid = True
@@ -109,7 +123,7 @@ class ChunkManager(DevicePrefetch):
         """Remove a chunk; `for_good` also returns its memory on the host to the system, as `HostTier.free`."""
         if self.io_dispatch.failed is None:
             self.transfers.settle(chunk)
-        self._ahead.discard(chunk)
+        self.cache.forget(chunk)
         if chunk.device_bytes:
             self.device_tier.free(chunk)
         if chunk.host.present:
@@ -126,15 +140,15 @@ class ChunkManager(DevicePrefetch):
     @defer_sigint
     def complete_transfers(self) -> None:
         """Complete all transfers in flight and stop prefetching."""
-        self.cancel_prefetch()
-        self._fetch_queue.clear()
+        self.cache.cancel_prefetch()
+        self.cache.drop_queue()
         for chunk in list(self.transfers.in_flight):
             self.transfers.settle(chunk)
 
     @defer_sigint
     def cancel_transfers(self) -> None:
         """Cancel the transfers in flight: chunks stay on the tier they were on."""
-        self._fetch_queue.clear()
+        self.cache.drop_queue()
         self.transfers.cancel_all()
 
     @defer_sigint
@@ -155,7 +169,7 @@ class ChunkManager(DevicePrefetch):
     @defer_sigint
     def drop_gathered(self, indices: Iterable[int]) -> None:
         """Free the gathered copies of these chunks, which are stale: the shards have changed."""
-        self.cancel_prefetch()
+        self.cache.cancel_prefetch()
         for index in indices:
             chunk = self.param16[index]
             if chunk.sharded:
@@ -208,49 +222,13 @@ class ChunkManager(DevicePrefetch):
 
     # Access
 
-    def at_rest(self, chunks: Iterable[Chunk]) -> bool:
-        """Return True if `chunks` are on the device, the budget is kept, and no transfer is due or in flight."""
-        device, policy = self.device_tier, self.prefetch_policy
-        if self._fetch_queue or self.transfers.in_flight or self.evict_everything or (policy and policy.ahead):
-            return False
-        for chunk in chunks:  # a loop, since this runs for every operator
-            if not chunk.device.valid or chunk in self._ahead:
-                return False
-        return self.io_dispatch.failed is None and device.resident_bytes <= device.soft_chunkable_bytes
-
-    @defer_sigint
-    def fetch(self, chunks: Sequence[Chunk], *, gently: bool = False) -> None:
-        """Fetch `chunks` to the device, all resident at once. `gently`: evict only `param16` chunks for them.
-
-        They are fetched one by one: each fetch may free host memory that the next eviction needs.
-        """
-        self.io_dispatch.check()
-        self._ahead.difference_update(chunks)
-        for chunk in chunks:
-            if chunk in self.transfers.in_flight and chunk.device.writer is None:
-                self.transfers.complete(chunk)
-        missing = [chunk for chunk in chunks if not chunk.device.valid and chunk.device.writer is None]
-        later = sum([chunk.nbytes for chunk in missing])
-        for chunk in missing:
-            if chunk.device.writer is not None:
-                continue
-            later -= chunk.nbytes
-            if chunk in self._fetch_queue:
-                self._fetch_queue.remove(chunk)
-            self.make_room(chunk.nbytes, protect=chunks, later_bytes=later, gently=gently)
-            self._with_retry(self.transfers.fetch, chunk, protect=chunks)
-        for chunk in chunks:
-            if chunk.device.writer is not None:
-                self.transfers.complete(chunk)
-        self.make_room(0, protect=chunks, gently=gently)
-
     def ensure_in_memory(self, *chunks: Chunk, in_order: bool = False) -> None:
         """Ensure that chunks are on the device or host, and that no copy reads them, so that they can be written.
 
         Views of a host copy wait until the device has written it. `in_order`: the caller waits for copies itself.
         """
         if any(chunk.device.writer is not None or not chunk.in_memory for chunk in chunks):
-            self.fetch(chunks)
+            self.cache.fetch(chunks)
         for chunk in () if in_order else chunks:
             if not chunk.device.valid:  # an earlier fetch, only ordered on streams, may still read what is written
                 chunk.host.settle(write=True, wait=self.io_dispatch.wait)
@@ -278,7 +256,7 @@ class ChunkManager(DevicePrefetch):
         self.transfers.settle(chunk, in_order=True)
         if tier is Tier.DEVICE:
             if not chunk.device.valid:
-                self.fetch([chunk])
+                self.cache.fetch([chunk])
             if chunk.host.present:
                 self.host_tier.free(chunk, for_good=True)
         elif tier is Tier.HOST:
@@ -286,11 +264,28 @@ class ChunkManager(DevicePrefetch):
                 self._read_to_host(chunk)
             elif chunk.device_bytes:
                 if not chunk.host_bytes:
-                    self._promote_to_device(chunk)
-                if not self._evict_to_host(chunk):
+                    self.cache.make_host_room(chunk)
+                if not self.cache.evict_to_host(chunk):
                     self.host_tier.make_room(chunk.nbytes, repr(chunk))
         elif not chunk.disk.valid or chunk.in_memory:
             self._move_to_disk(chunk)
+
+    @defer_sigint
+    def exchange(self, chunk: Chunk, other: Chunk) -> bool:
+        """Exchange the contents of a chunk in memory and of one on the host, by exchanging their memory there.
+
+        Return False if that is not possible: without an accelerator for a chunk on the device, or without room.
+        """
+        self.transfers.settle(other, in_order=True)
+        self.transfers.settle(chunk, in_order=True)
+        if chunk.device.valid and not (self.hardware.has_gpu and self.cache.ensure_host_block(chunk)):
+            return False
+        if not chunk.device.valid and not chunk.host.valid:
+            return False
+        if chunk.held:
+            self.cache.withdraw_hold(chunk)  # its device memory is filled anew
+        self.transfers.exchange(chunk, other)
+        return True
 
     def _read_to_host(self, chunk: Chunk) -> None:
         self.host_tier.make_room(chunk.nbytes, repr(chunk))

@@ -38,9 +38,9 @@ class Tracer:
         prefetch_policy: type[PrefetchPolicy] | None = None,
         linked: LinkedProcesses | None = None,
     ) -> None:
-        self.manager = manager
+        self.manager, self.cache = manager, manager.cache
         self.linked = linked
-        manager.decides_alike = linked is not None
+        manager.cache.decides_alike = linked is not None
         self._accesses = 0
         """Hash of the chunks that all moments have accessed."""
         # Between the host tier and a CPU's device tier the compute cores do the copies: prefetching would hide nothing.
@@ -57,7 +57,7 @@ class Tracer:
         """Traces among which the open iteration has its own: one of these two."""
         self._policies: dict[int, PrefetchPolicy] = {}
         self._history = AccessHistory()
-        self._list_order = manager.eviction_policy = ListOrder(self._history)
+        self._list_order = manager.cache.eviction_policy = ListOrder(self._history)
         self._checking = False
         """True while the followed trace is being compared with the needs of a second iteration."""
         self._entered = (0, 0)
@@ -89,7 +89,7 @@ class Tracer:
         if self.open_key is None:
             key = self.linked.common(key) if self.linked is not None else key
             if key in self.traces and self._fits_resident(self.traces[key]):
-                self.open_key, self._open_traces, self.manager.now = key, self.traces, -1
+                self.open_key, self._open_traces, self.cache.now = key, self.traces, -1
                 self._begin_resident(self.traces[key])
             else:
                 self._follow_or_trace(key, self.traces)
@@ -97,15 +97,15 @@ class Tracer:
 
     def _follow_or_trace(self, key: Hashable, traces: dict[Hashable, Trace]) -> None:
         """Open an iteration that follows its trace, if there is one, or records it."""
-        self.open_key, self._open_traces, self.manager.now = key, traces, -1
+        self.open_key, self._open_traces, self.cache.now = key, traces, -1
         if key in traces:
             self.mode, self.trace = Mode.PLAN, traces[key]
-            self.manager.eviction_policy = self.manager.prefetch_policy = self._policy_of(self.trace)
+            self.cache.eviction_policy = self.cache.prefetch_policy = self._policy_of(self.trace)
             self._checking = not self.trace.checked
         else:
             _log.info("tracing an iteration with inputs %s", key)
             self.mode, self.trace = Mode.TRACE, Trace()
-            self.manager.eviction_policy = self._untraced_order(traces)
+            self.cache.eviction_policy = self._untraced_order(traces)
         if self.mode is Mode.TRACE or self._checking:
             self.meter.reclaim()
             self.meter.restart()
@@ -138,8 +138,8 @@ class Tracer:
                 self._open_traces.pop(next(iter(self._open_traces)))
         elif mode is Mode.RESIDENT:
             self._check_resident_peak()
-        elif mode is Mode.PLAN and self.manager.now != len(self.trace.moments) - 1:
-            moments = self.manager.now + 1, len(self.trace.moments)
+        elif mode is Mode.PLAN and self.cache.now != len(self.trace.moments) - 1:
+            moments = self.cache.now + 1, len(self.trace.moments)
             _log.info("trace dropped: the iteration had %d moments, the trace has %d", *moments)
             self._open_traces.pop(key, None)
         elif self._checking:
@@ -154,18 +154,13 @@ class Tracer:
     # Resident iterations. See [Note: resident iterations] in `_params/residency.py`.
 
     @property
-    def resident(self) -> bool:
-        """True in a resident iteration."""
-        return self.mode is Mode.RESIDENT
-
-    @property
     def unconfirmed(self) -> bool:
         """True in an iteration that is being traced, or follows its trace for the first time."""
         return self.mode is Mode.TRACE or self._checking
 
     def _fits_resident(self, trace: Trace) -> bool:
         """Return whether the parameters of an iteration fit on the device for its whole length."""
-        if not trace.checked or self.meter.counts_freed or self.manager.evict_everything:
+        if not trace.checked or self.meter.counts_freed or self.cache.evict_everything:
             return False
         if any(self.manager.param16[index].sharded for index in trace.uses):
             return False
@@ -183,12 +178,12 @@ class Tracer:
         device.non_model_bytes = trace.peak_non_model_bytes
         self.meter.restart()
         if self.prefetch_policy.ahead:
-            self.manager.queue_fetches(self._missing(trace))
+            self.cache.queue_fetches(self._missing(trace))
 
     def evaluation_fits(self, key: Hashable) -> bool:
         """Return whether an evaluation of this kind is known to fit beside all parameters."""
         growth, chunks = self.evaluation_growth.get(key), self.manager.param16.values()
-        if growth is None or self.manager.evict_everything or any(chunk.sharded for chunk in chunks):
+        if growth is None or self.cache.evict_everything or any(chunk.sharded for chunk in chunks):
             return False
         missing = sum(chunk.nbytes for chunk in chunks if not chunk.device.present)
         return self.current_non_model_bytes() + growth + missing <= self.manager.device_tier.free_bytes
@@ -228,14 +223,14 @@ class Tracer:
 
     def _stop_following(self) -> None:
         self.open_key, self.mode, self._checking = None, Mode.DEMAND, False
-        self.manager.eviction_policy = self._list_order
-        self.manager.cancel_prefetch()
+        self.cache.eviction_policy = self._list_order
+        self.cache.cancel_prefetch()
         self.measure()
 
     def _policy_of(self, trace: Trace) -> PrefetchPolicy:
         """Return the prefetch policy of a trace; create it when the trace is first followed with this budget."""
         policy = self._policies.get(id(trace))
-        budget_bytes = self.manager.param_budget_bytes - self._grown_bytes(trace)
+        budget_bytes = self.cache.param_budget_bytes - self._grown_bytes(trace)
         if policy is None or policy.trace is not trace or policy.budget_bytes != budget_bytes:
             sizes = {index: chunk.nbytes for (kind, index), chunk in self.manager.chunks.items() if kind == PARAM16}
             chosen = StreamingPrefetch if self._open_traces is self.evaluation_traces else self.prefetch_policy
@@ -271,7 +266,7 @@ class Tracer:
     def note_gradient(self, index: int) -> None:
         """Record in a trace that a gradient of a chunk is complete."""
         if self.mode is Mode.TRACE:
-            self.trace.last_gradients[index] = self.manager.now
+            self.trace.last_gradients[index] = self.cache.now
 
     @property
     def followed(self) -> Trace | None:
@@ -299,7 +294,7 @@ class Tracer:
     def _measured(self, limit_bytes: int) -> int:
         """Return the non-model bytes; trim cached freed memory first if it would break the limit."""
         measured = self.current_non_model_bytes()
-        if measured + self.manager.settled_bytes > limit_bytes:
+        if measured + self.cache.settled_bytes > limit_bytes:
             self.meter.reclaim()
             measured = self.current_non_model_bytes()
         return measured
@@ -317,18 +312,17 @@ class Tracer:
                 self._record_peak()
             self._measure_moment()
             return
-        if self._checking and self.manager.now >= 0:
+        if self._checking and self.cache.now >= 0:
             self._check_peak()
-        self.manager.now += 1
+        self.cache.now += 1
         if self.mode is Mode.PLAN:
             if self.expect_traced(chunks):
                 return
             self.mode, self._checking = Mode.DEMAND, False
-            _log.info("trace dropped: moment %d accesses chunks %s, unlike the trace", self.manager.now, chunks)
-            traces = self._open_traces
-            traces.pop(self.open_key, None)
-            self.manager.eviction_policy = self._untraced_order(traces)
-            self.manager.cancel_prefetch()
+            _log.info("trace dropped: moment %d accesses chunks %s, unlike the trace", self.cache.now, chunks)
+            self._open_traces.pop(self.open_key, None)
+            self.cache.eviction_policy = self._untraced_order(self._open_traces)
+            self.cache.cancel_prefetch()
             self._measure_moment()
             return
         self._record_peak()
@@ -349,7 +343,7 @@ class Tracer:
 
     def expect_traced(self, chunks: tuple[int, ...]) -> bool:
         """Apply the non-model bytes that the followed trace expects. Return False if it is another moment's."""
-        now, moments = self.manager.now, self.trace.moments
+        now, moments = self.cache.now, self.trace.moments
         if now >= len(moments) or moments[now].chunks != chunks:
             return False
         moment, compute = moments[now], self.manager.device_tier
@@ -359,7 +353,7 @@ class Tracer:
         # A forward without gradients may have more non-model data than its trace: the cache of a generation grows.
         if self.meter.counts_freed or missing or self._open_traces is self.evaluation_traces:
             # Eviction keeps chunks within the budget.
-            chunk_bytes = self.manager.settled_bytes + sum([chunk.nbytes for chunk in missing])
+            chunk_bytes = self.cache.settled_bytes + sum([chunk.nbytes for chunk in missing])
             chunk_bytes = min(chunk_bytes, compute.budget_bytes - moment.non_model_bytes)
             compute.non_model_bytes = max(moment.non_model_bytes, self._predicted_bytes(moment, chunk_bytes))
         return True
@@ -394,11 +388,11 @@ class Tracer:
             if peak + accessed_bytes > self.manager.device_tier.budget_bytes:
                 # No eviction would have helped: the step is refused now, not when its trace is followed.
                 self.manager.device_tier.non_model_bytes = peak
-                self.manager.make_room(accessed_bytes, protect=())
+                self.cache.make_room(accessed_bytes, protect=())
 
     def _check_peak(self) -> None:
         """Raise the trace to a second iteration's needs: libraries hold from its start what they kept in the first."""
-        peak, moment = self._peak(), self.trace.moments[self.manager.now]
+        peak, moment = self._peak(), self.trace.moments[self.cache.now]
         if peak > moment.non_model_bytes:
             moment.entered_bytes += peak - moment.non_model_bytes
             moment.non_model_bytes = peak

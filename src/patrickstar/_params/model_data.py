@@ -79,7 +79,7 @@ class ModelData(LocalShards, ProcessHooks):
         chunks = self.chunks_to_fetch(managed_params)
         if belongs is not None:
             self._begin_moment(tuple([chunk.index for chunk in chunks]), belongs)
-        if not (at_rest := self.manager.at_rest(chunks)):
+        if not (at_rest := self.manager.cache.at_rest(chunks)):
             with profiler_range("access", *managed_params):
                 try:
                     self._fetch_in_budget(chunks, gently)
@@ -92,7 +92,7 @@ class ModelData(LocalShards, ProcessHooks):
         if self.residency.active:
             self.residency.hold(chunks)
         if not at_rest and belongs is not None:
-            self.manager.poll_transfers()
+            self.manager.cache.poll_transfers()
         self.update_param_views()
 
     def _fetch_in_budget(self, chunks: Sequence[Chunk], gently: bool) -> None:
@@ -107,7 +107,7 @@ class ModelData(LocalShards, ProcessHooks):
     def _begin_moment(self, chunks: tuple[int, ...], belongs: bool) -> None:
         self.tracer.begin_moment(chunks, belongs)
         if (timeline := self.manager.timeline) is not None:
-            timeline.moment(self.manager.now, chunks)
+            timeline.moment(self.manager.cache.now, chunks)
             timeline.non_model_bytes(self.manager.device_tier.non_model_bytes, settled=False)
 
     def restore_params(self, managed_params: Sequence[ManagedParam]) -> None:
@@ -137,7 +137,7 @@ class ModelData(LocalShards, ProcessHooks):
     def _fits_on_device(self) -> bool:
         """Return whether all model data fits on the device beside the step's non-model data."""
         nbytes = sum(chunk.nbytes for chunk in self.manager.chunks.values()) + self.tracer.non_model_peak
-        return nbytes <= self.manager.device_tier.budget_bytes and not self.manager.evict_everything
+        return nbytes <= self.manager.device_tier.budget_bytes and not self.manager.cache.evict_everything
 
     def move_embedding_to_device(self, managed: ManagedParam) -> None:
         """Disable host lookups of an embedding, since an operator other than a lookup reads its weight."""
@@ -204,10 +204,10 @@ class ModelData(LocalShards, ProcessHooks):
     def op_boundary(self, belongs: bool) -> None:
         """Enforce the device budget after an operator."""
         self._begin_moment((), belongs)
-        if self.comm is not None or not self.manager.at_rest(()):
+        if self.comm is not None or not self.manager.cache.at_rest(()):
             try:
                 self._keep_budget()
-                self.manager.poll_transfers()
+                self.manager.cache.poll_transfers()
             finally:
                 self.update_param_views()
         self.tracer.transfers_done()
@@ -215,17 +215,17 @@ class ModelData(LocalShards, ProcessHooks):
     def _keep_budget(self) -> None:
         """Evict chunks until non-model data fits beside them."""
         try:
-            self.manager.make_room(0, protect=())
+            self.manager.cache.make_room(0, protect=())
         except BudgetError:
             if not free_garbage(self.tracer, ()):
                 raise
-            self.manager.make_room(0, protect=())
+            self.manager.cache.make_room(0, protect=())
 
     def make_room_for_step(self) -> None:
         """Let chunks fill the budget; evict parameters from an accelerator if more is there than the plan expected."""
         self.manager.device_tier.soft_limit_bytes = self.manager.device_tier.budget_bytes
         if self.manager.hardware.has_gpu:
-            self.manager.evict_idle(0, protect=())
+            self.manager.cache.evict_idle(0, protect=())
             self.update_param_views()
 
     def finish_forward(self) -> None:
@@ -244,7 +244,7 @@ class ModelData(LocalShards, ProcessHooks):
     def fetch(self, chunks: Sequence[Chunk], *, gently: bool = False) -> None:
         """Fetch chunks to the device, and update the views of all parameters whose chunks moved."""
         try:
-            self.manager.fetch(chunks, gently=gently)
+            self.manager.cache.fetch(chunks, gently=gently)
         finally:
             self.update_param_views()
 

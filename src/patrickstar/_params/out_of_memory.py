@@ -120,7 +120,7 @@ def retry(
 ) -> Any:
     """Evict all idle chunks, and call an operator once more; raise a BudgetError if it runs out of memory again."""
     with managing():
-        data.manager.free_memory()
+        data.manager.cache.free_memory()
         data.update_param_views()
     try:
         return func(*args, **kwargs)

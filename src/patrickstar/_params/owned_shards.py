@@ -94,7 +94,7 @@ class OwnedShards(ModelData):
         tier, device = super()._grad_list_tier(master_chunk), self.manager.device_tier
         has_room = device.used + master_chunk.nbytes <= device.chunkable_bytes
         # Whether there are earlier gradients differs between linked processes.
-        if tier is Tier.DEVICE and (self.manager.decides_alike or not has_room):
+        if tier is Tier.DEVICE and (self.manager.cache.decides_alike or not has_room):
             return Tier.HOST
         return tier
 

@@ -4,6 +4,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from patrickstar._chunks.chunk_manager import ChunkManager
+from patrickstar._chunks.iteration_mode import Mode
 from patrickstar._chunks.tracer import Tracer
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._tiers.chunk import Chunk
@@ -45,14 +46,14 @@ class Residency:
         if self.tracer.open_key is None:
             self._forwards = 0
             self.tracer.begin_iteration(key)
-            if self.tracer.resident:
+            if self.tracer.mode is Mode.RESIDENT:
                 self._begin()
                 self.manager.note_non_model_bytes()  # its operators have no moments: this holds for all of it
 
     def hold(self, chunks: Iterable[Chunk]) -> None:
         """Hold accessed chunks; the iteration is resident."""
         for chunk in chunks:
-            self.manager.hold(chunk)
+            self.manager.cache.hold(chunk)
 
     def covers(self, managed_params: Iterable[ManagedParam]) -> bool:
         """Return whether parameters are on held chunks, intact and up to date: while `active`, no access is needed."""
@@ -64,7 +65,7 @@ class Residency:
     def end(self) -> None:
         """End all holds."""
         self.active = False
-        self.manager.withdraw_holds()
+        self.manager.cache.withdraw_holds()
 
     @property
     def may_plan(self) -> bool:
@@ -116,4 +117,4 @@ class Residency:
         for index, chunk in self.manager.param16.items():
             on_host = any(managed.on_host for managed in self._by_chunk[index])
             if chunk.device.valid and not chunk.pins and chunk.device.reader is None and not on_host:
-                self.manager.hold(chunk)
+                self.manager.cache.hold(chunk)

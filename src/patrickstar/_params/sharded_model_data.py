@@ -173,7 +173,7 @@ class ShardedModelData(OwnedShards):
             if managed_params[0].chunk.pins:
                 continue
             if self.tracer.linked is not None:
-                trace, now = self.tracer.followed, self.manager.now
+                trace, now = self.tracer.followed, self.manager.cache.now
                 if trace is not None and trace.is_last_use(index, now):
                     self._reduce_chunk(index)
                 continue

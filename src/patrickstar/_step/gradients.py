@@ -208,7 +208,7 @@ class Gradients:
             longest = max(managed.location.numel for managed in managed_params)
             nbytes = self.kernels.stats_workspace_bytes(manager.device, longest)
             if nbytes:
-                manager.evict_idle(nbytes, [managed.shard_chunk for managed in managed_params])
+                manager.cache.evict_idle(nbytes, [managed.shard_chunk for managed in managed_params])
                 self.data.update_param_views()
 
     def _compute_stats(self) -> GradStats:

@@ -89,7 +89,7 @@ class OptimizerInBackward:
             self._complete.discard(index)
             complete = [managed for managed in managed_params if self._is_complete(managed)]
             if chunk.held:
-                self.data.manager.withdraw_hold(chunk)
+                self.data.manager.cache.withdraw_hold(chunk)
             groups = {managed: self._groups.get(managed) for managed in complete}
             self.optimizer_step.update_chunk(index, groups.get, (), first=True)
             for managed in complete:

@@ -32,7 +32,7 @@ class OptimizerPlacement:
 
         device = self._data.manager.device_tier
         if self._data.manager.hardware.has_gpu:  # which comes before an operator makes room for it
-            self._data.manager.evict_idle(device.budget_bytes - device.soft_limit_bytes, protect=())
+            self._data.manager.cache.evict_idle(device.budget_bytes - device.soft_limit_bytes, protect=())
             self._data.update_param_views()
 
     def begin_step(self, layout: Layout, measured: bool) -> None:
@@ -64,7 +64,7 @@ class OptimizerPlacement:
             self._optimizer_step.tiers.home = dict.fromkeys(on_device, Tier.DEVICE)
         else:
             host_bytes = manager.host_tier.budget_bytes - manager.host_tier.other_peak
-            device_param_bytes = 0 if manager.evict_everything else chunkable
+            device_param_bytes = 0 if manager.cache.evict_everything else chunkable
             room = optimizer_room_bytes(layout, host_bytes, device_param_bytes, on_host)
             self._optimizer_step.tiers.home = home_tiers(chunks, on_device, room, accumulates=accumulates)
         tiers = Counter(self._optimizer_step.tiers.home.values())
@@ -82,4 +82,4 @@ class OptimizerPlacement:
         """
         manager = self._data.manager
         fits = layout.param16_bytes + non_model_bytes <= manager.device_tier.budget_bytes
-        manager.transfers.keep_duplicates = manager.disk_tier is not None or not fits or manager.evict_everything
+        manager.transfers.keep_duplicates = manager.disk_tier is not None or not fits or manager.cache.evict_everything

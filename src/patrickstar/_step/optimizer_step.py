@@ -328,7 +328,7 @@ class OptimizerStep:
     def renew(self, chunk: Chunk, *, urgent: bool) -> None:
         """Make the host copy of a chunk, which an update has written, the valid one."""
         if chunk.held:
-            self.data.manager.withdraw_hold(chunk)  # its device memory is filled anew, or freed
+            self.data.manager.cache.withdraw_hold(chunk)  # its device memory is filled anew, or freed
         self.data.manager.transfers.host_renewed(chunk, urgent)
 
     def _host_copy_to_renew(

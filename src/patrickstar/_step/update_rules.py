@@ -87,9 +87,9 @@ class UpdateRules:
         """
         whole = {managed: rule for managed, rule in rules.items() if rule.needs_shape}
         if whole:
-            data.manager.make_room(self.workspace_bytes(whole), used)
+            data.manager.cache.make_room(self.workspace_bytes(whole), used)
         elif on_device and data.manager.hardware.has_gpu and (nbytes := self.workspace_bytes(rules)):
-            data.manager.evict_idle(nbytes, used)
+            data.manager.cache.evict_idle(nbytes, used)
         else:
             return
         data.update_param_views()

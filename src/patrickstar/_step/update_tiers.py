@@ -79,7 +79,7 @@ class UpdateTiers:
             elif home is Tier.HOST:
                 manager.ensure_in_memory(param16, in_order=self._waits_for_copies)
         if home is Tier.DEVICE:
-            manager.fetch(chunks)
+            manager.cache.fetch(chunks)
         for chunk in chunks:
             manager.move_to_tier(chunk, home)
         self.data.update_param_views()

@@ -1,45 +1,47 @@
-"""Eviction of chunks from the device, within byte budgets (PatrickStar, Algorithm 2)."""
+"""Cache of chunks in device memory, within byte budgets (PatrickStar, Algorithms 1 and 2)."""
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from patrickstar._chunks.io_dispatch import IODispatch
 from patrickstar._chunks.transfers import ChunkTransfers
 from patrickstar._hardware.defer_sigint import defer_sigint
 from patrickstar._layout.byte_size import format_size
 from patrickstar._layout.schema import PARAM16
 from patrickstar._schedule.placement import Tier
-from patrickstar._schedule.policies import EvictionPolicy, ListOrder
+from patrickstar._schedule.policies import EvictionPolicy, ListOrder, PrefetchPolicy
 from patrickstar._tiers.chunk import Chunk
-from patrickstar._tiers.device_tier import DeviceTier
-from patrickstar._tiers.disk_tier import DiskTier
-from patrickstar._tiers.host_tier import HostTier
-from patrickstar._tiers.transfer_counters import TransferCounters
 from patrickstar.errors import BudgetError
 
 _log = logging.getLogger(__name__)
 
 
-class DeviceEviction:
-    """Chunks of one engine and their eviction from the device: the part of `ChunkManager` that frees device memory."""
+class DeviceCache:
+    """Chooses the chunks that are on the device: fetches for accesses and before them, and evicts to make room.
+
+    `chunks` and `param16` are those of the chunk manager: all chunks, and by index those that operators read.
+    """
 
     def __init__(
-        self, device_tier: DeviceTier, host_tier: HostTier, io_dispatch: IODispatch, evict_everything: bool
+        self,
+        chunks: dict[tuple[str, int], Chunk],
+        param16: dict[int, Chunk],
+        transfers: ChunkTransfers,
+        evict_everything: bool,
     ) -> None:
-        self.hardware = io_dispatch.hardware
-        self.device_tier = device_tier
-        self.host_tier = host_tier
-        self.io_dispatch = io_dispatch
-        self.transfers = ChunkTransfers(device_tier, host_tier, io_dispatch)
-        self.chunks: dict[tuple[str, int], Chunk] = {}
-        self.param16: dict[int, Chunk] = {}
-        """Chunks of the `param16` list by index: operators read these."""
+        self.chunks, self.param16 = chunks, param16
+        self.transfers = transfers
+        self.device_tier, self.host_tier = transfers.device_tier, transfers.host_tier
+        self.io_dispatch = transfers.io_dispatch
+        self.hardware = transfers.io_dispatch.hardware
         self.eviction_policy: EvictionPolicy = ListOrder()
+        self.prefetch_policy: PrefetchPolicy | None = None
+        """Set while a planned iteration follows its trace."""
         self.evict_everything = evict_everything
         self.now = 0
+        """Current moment, which the policies are asked about."""
         self._fetch_queue: deque[Chunk] = deque()
         """Prefetches that start once the evictions before them have freed enough memory."""
         self._ahead: set[Chunk] = set()
@@ -60,17 +62,49 @@ class DeviceEviction:
         return self.device_tier.budget_bytes - sum(others)
 
     @property
-    def disk_tier(self) -> DiskTier | None:
-        return self.io_dispatch.disk
-
-    @property
-    def counters(self) -> TransferCounters:
-        return self.io_dispatch.counters
-
-    @property
     def settled_bytes(self) -> int:
         """Bytes of chunks on the device once all evictions in flight are complete."""
         return self.device_tier.used - (self.transfers.evicting_bytes if self.transfers.in_flight else 0)
+
+    # Access
+
+    def at_rest(self, chunks: Iterable[Chunk]) -> bool:
+        """Return True if `chunks` are on the device, the budget is kept, and no transfer is due or in flight."""
+        device, policy = self.device_tier, self.prefetch_policy
+        if self._fetch_queue or self.transfers.in_flight or self.evict_everything or (policy and policy.ahead):
+            return False
+        for chunk in chunks:  # a loop, since this runs for every operator
+            if not chunk.device.valid or chunk in self._ahead:
+                return False
+        return self.io_dispatch.failed is None and device.resident_bytes <= device.soft_chunkable_bytes
+
+    @defer_sigint
+    def fetch(self, chunks: Sequence[Chunk], *, gently: bool = False) -> None:
+        """Fetch `chunks` to the device, all resident at once. `gently`: evict only `param16` chunks for them.
+
+        They are fetched one by one: each fetch may free host memory that the next eviction needs.
+        """
+        self.io_dispatch.check()
+        self._ahead.difference_update(chunks)
+        for chunk in chunks:
+            if chunk in self.transfers.in_flight and chunk.device.writer is None:
+                self.transfers.complete(chunk)
+        missing = [chunk for chunk in chunks if not chunk.device.valid and chunk.device.writer is None]
+        later = sum([chunk.nbytes for chunk in missing])
+        for chunk in missing:
+            if chunk.device.writer is not None:
+                continue
+            later -= chunk.nbytes
+            if chunk in self._fetch_queue:
+                self._fetch_queue.remove(chunk)
+            self.make_room(chunk.nbytes, protect=chunks, later_bytes=later, gently=gently)
+            self.with_retry(self.transfers.fetch, chunk, protect=chunks)
+        for chunk in chunks:
+            if chunk.device.writer is not None:
+                self.transfers.complete(chunk)
+        self.make_room(0, protect=chunks, gently=gently)
+
+    # Eviction
 
     def make_room(self, nbytes: int, protect: Iterable[Chunk], later_bytes: int = 0, *, gently: bool = False) -> None:
         """Evict chunks until `nbytes` more fit into the part of the budget left for chunks.
@@ -192,7 +226,7 @@ class DeviceEviction:
 
     # Out of memory in the allocator
 
-    def _with_retry(self, allocate: Callable[[Chunk], None], chunk: Chunk, protect: Iterable[Chunk]) -> None:
+    def with_retry(self, allocate: Callable[[Chunk], None], chunk: Chunk, protect: Iterable[Chunk]) -> None:
         """Run `allocate`, which takes device memory for a chunk; after an out-of-memory error, once more.
 
         The budget has room, so the cause is fragmentation or another program. Raises BudgetError.
@@ -221,7 +255,7 @@ class DeviceEviction:
         for chunk in self._evicting(protected):
             self.transfers.complete(chunk)
         self.hardware.release_cached_memory()
-        self.counters.memory_retries += 1
+        self.io_dispatch.counters.memory_retries += 1
 
     @property
     def _queued_bytes(self) -> int:
@@ -235,9 +269,117 @@ class DeviceEviction:
             nbytes += self._queued_bytes - self.transfers.evicting_bytes
         return nbytes
 
+    def forget(self, chunk: Chunk) -> None:
+        """Forget a chunk that is removed."""
+        self._ahead.discard(chunk)
+
+    # Prefetch
+
+    def poll_transfers(self) -> None:
+        """Complete finished transfers and start the prefetches that are due."""
+        ahead = self.prefetch_policy is not None and self.prefetch_policy.ahead
+        if ahead or self._fetch_queue or self.transfers.in_flight:
+            self._poll_transfers()
+
+    @defer_sigint
+    def _poll_transfers(self) -> None:
+        self.transfers.complete_finished()
+        if self.prefetch_policy is None or self.evict_everything:
+            if self._fetch_queue:
+                self._start_queued_fetches()
+            return
+        if self.prefetch_policy.ahead:
+            self._queue_prefetches(self.prefetch_policy)
+            self._start_queued_fetches()
+        self.device_tier.trim(self.device_tier.chunkable_bytes)
+
+    def queue_fetches(self, chunks: Iterable[Chunk]) -> None:
+        """Prefetch chunks that all have room, in order."""
+        self._fetch_queue.extend(chunk for chunk in chunks if chunk not in self._fetch_queue)
+        self._ahead.update(self._fetch_queue)
+        self._start_queued_fetches()
+
+    def _start_queued_fetches(self) -> None:
+        """Start queued fetches in order, up to the first that must wait for evictions or an update of its host copy."""
+        while self._fetch_queue:
+            chunk = self._fetch_queue[0]
+            if self.decides_alike:
+                self._finish_evictions(chunk)
+            updating = chunk.updating and not chunk.device_bytes
+            if (
+                updating
+                or (chunk.disk.has_writes and not chunk.host.valid)
+                or chunk.device.reader is not None
+                or self.device_tier.used + chunk.nbytes > self.device_tier.chunkable_bytes
+            ):
+                break
+            self._fetch_queue.popleft()
+            if chunk.device_bytes:
+                continue
+            try:
+                self.transfers.start_fetch(chunk, urgent=False)
+            except torch.OutOfMemoryError:
+                # Stop prefetching. Chunks are then fetched on access, where memory is freed for them.
+                self.io_dispatch.counters.memory_retries += 1
+                self.prefetch_policy = None
+                self._fetch_queue.clear()
+
+    def _finish_evictions(self, newcomer: Chunk) -> None:
+        """Wait for evictions that have started, if they leave room for a chunk."""
+        started = [
+            chunk
+            for chunk in self.transfers.in_flight
+            if chunk.device.reader is not None and chunk.device.reader.started
+        ]
+        device = self.device_tier
+        remaining = device.used - sum(chunk.nbytes for chunk in started)
+        if remaining + newcomer.nbytes <= device.chunkable_bytes:
+            for chunk in started:
+                if chunk is newcomer or device.used + newcomer.nbytes > device.chunkable_bytes:
+                    self.transfers.complete(chunk)
+
+    def _queue_prefetches(self, policy: PrefetchPolicy) -> None:
+        present = {
+            index for index, chunk in self.param16.items() if chunk.device.present and chunk.device.reader is None
+        }
+        present.update(chunk.index for chunk in self._fetch_queue)
+        if len(present) == len(self.param16):
+            return
+        held = {index for index in present if self.param16[index].pins or self.param16[index].has_gradients}
+        for move in policy.prefetches(self.now, present, held, self.device_tier.budget_bytes):
+            # Do not gather shards for the next iteration: the optimizer step will change them.
+            if self.param16[move.fetch].sharded and policy.trace.next_use(move.fetch, self.now) >= len(
+                policy.trace.moments
+            ):
+                break
+            self._fetch_queue.append(self.param16[move.fetch])
+            self._ahead.add(self.param16[move.fetch])
+            for index in move.evict:
+                self._evict(self.param16[index])
+
+    def drop_queue(self) -> None:
+        """Start none of the queued prefetches."""
+        self._fetch_queue.clear()
+
+    @defer_sigint
+    def cancel_prefetch(self) -> None:
+        """Stop prefetching: the plan is over. Queued fetches that have room start, after updates of their chunks."""
+        self.prefetch_policy = None
+        if self._fetch_queue and self.io_dispatch.failed is None:
+            for chunk in list(self.transfers.in_flight):
+                if chunk.device.reader is not None:
+                    self.transfers.complete(chunk)
+            self._start_queued_fetches()
+        free = self.device_tier.chunkable_bytes - self.device_tier.used
+        waiting, self._fetch_queue = self._fetch_queue, deque()
+        for chunk in waiting:
+            free -= chunk.nbytes
+            if chunk.updating and free >= 0:
+                self._fetch_queue.append(chunk)
+
     # One chunk
 
-    def _promote_to_device(self, newcomer: Chunk) -> None:
+    def make_host_room(self, newcomer: Chunk) -> None:
         """Fetch `param16` chunks from the host while it has no room for `newcomer` and the device has room."""
         for chunk in self.chunks.values():
             if self.host_tier.has_room(newcomer.nbytes):
@@ -245,7 +387,7 @@ class DeviceEviction:
             fits = self.device_tier.used + chunk.nbytes <= self.device_tier.chunkable_bytes
             movable = chunk.kind == PARAM16 and chunk is not newcomer and not chunk.pins
             if movable and chunk.host.valid and not chunk.device_bytes and fits:
-                self._with_retry(self.transfers.fetch, chunk, protect=(newcomer,))
+                self.with_retry(self.transfers.fetch, chunk, protect=(newcomer,))
 
     def _evict(self, chunk: Chunk) -> None:
         self._ahead.discard(chunk)
@@ -275,10 +417,10 @@ class DeviceEviction:
         if has_disk and not chunk.host.present and not self._free_duplicates(chunk.nbytes):
             self.transfers.start_eviction(chunk, Tier.DISK)
             return True
-        if self.hardware.has_gpu and self._ensure_host_block(chunk):
+        if self.hardware.has_gpu and self.ensure_host_block(chunk):
             self.transfers.start_eviction(chunk, Tier.HOST)
             return True
-        return self._evict_to_host(chunk)
+        return self.evict_to_host(chunk)
 
     def _free_duplicates(self, nbytes: int) -> bool:
         """Free host copies of parameters on the device until `nbytes` are free there. Return False if they do not fit.
@@ -294,9 +436,9 @@ class DeviceEviction:
                     self.host_tier.free(chunk, in_order=True)
         return self.host_tier.free_bytes >= nbytes
 
-    def _evict_to_host(self, chunk: Chunk) -> bool:
+    def evict_to_host(self, chunk: Chunk) -> bool:
         """Evict a chunk to the host synchronously. Return False if the host has no room."""
-        if not chunk.host.valid and not self._ensure_host_block(chunk):
+        if not chunk.host.valid and not self.ensure_host_block(chunk):
             return False
         if self.hardware.has_gpu and not chunk.host.valid:
             self.transfers.start_eviction(chunk, Tier.HOST)
@@ -305,24 +447,7 @@ class DeviceEviction:
             self.transfers.evict_now(chunk)
         return True
 
-    @defer_sigint
-    def exchange(self, chunk: Chunk, other: Chunk) -> bool:
-        """Exchange the contents of a chunk in memory and of one on the host, by exchanging their memory there.
-
-        Return False if that is not possible: without an accelerator for a chunk on the device, or without room.
-        """
-        self.transfers.settle(other, in_order=True)
-        self.transfers.settle(chunk, in_order=True)
-        if chunk.device.valid and not (self.hardware.has_gpu and self._ensure_host_block(chunk)):
-            return False
-        if not chunk.device.valid and not chunk.host.valid:
-            return False
-        if chunk.held:
-            self.withdraw_hold(chunk)  # its device memory is filled anew
-        self.transfers.exchange(chunk, other)
-        return True
-
-    def _ensure_host_block(self, chunk: Chunk) -> bool:
+    def ensure_host_block(self, chunk: Chunk) -> bool:
         """Allocate a host block for a chunk that has none. Return False if the host has no room."""
         if not chunk.host.present:
             if not self.host_tier.has_room(chunk.nbytes):
@@ -340,14 +465,14 @@ class DeviceEviction:
         unevictable = {chunk for chunk in idle if not chunk.sharded}
         if device.non_model_bytes > device.budget_bytes:
             cause = "activations alone exceed the device budget"
-        elif unevictable and self.disk_tier is None:
+        elif unevictable and self.io_dispatch.disk is None:
             host_usage = f"because the host is full ({self.host_tier.usage_summary()})"
             cause = f"{len(unevictable)} chunks cannot be evicted from the device, {host_usage}"
         elif nbytes == 0:
             cause = "activations grew, and chunks that are in use leave too little of the device budget"
         else:
             cause = f"the device needs {nbytes} more bytes of chunks at once"
-        option = "host_memory or device_memory" if unevictable and self.disk_tier is None else "device_memory"
+        option = "host_memory or device_memory" if unevictable and self.io_dispatch.disk is None else "device_memory"
         in_use = f" (in use: {', '.join(map(repr, pinned))})" if pinned else ""
         raise BudgetError(
             f"{cause}: the budget of {device.budget_bytes} bytes holds {device.non_model_bytes} bytes of non-model "
