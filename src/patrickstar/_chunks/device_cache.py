@@ -97,7 +97,7 @@ class DeviceCache:
             later -= chunk.nbytes
             if chunk in self._fetch_queue:
                 self._fetch_queue.remove(chunk)
-            self.make_room(chunk.nbytes, protect=chunks, later_bytes=later, gently=gently)
+            self._make_room(chunk.nbytes, chunks, later, gently)  # it takes unused pages, which are trimmed below
             self.with_retry(self.transfers.fetch, chunk, protect=chunks)
         for chunk in chunks:
             if chunk.device.writer is not None:
@@ -113,12 +113,16 @@ class DeviceCache:
         the budget itself would be exceeded (beside an accelerator: the soft limit), and not if `gently`. `later_bytes`
         are requested next: only the error counts them. Raises BudgetError.
         """
+        self.device_tier.trim(self._make_room(nbytes, protect, later_bytes, gently) - nbytes)
+
+    def _make_room(self, nbytes: int, protect: Iterable[Chunk], later_bytes: int, gently: bool) -> int:
+        """Do the same, but leave the pages that no chunk uses; return the part of the soft limit left for chunks."""
         soft_chunkable = self.device_tier.soft_chunkable_bytes
         soft_limit = 0 if self.evict_everything else soft_chunkable
         queued = self._queued_bytes if self._fetch_queue else 0
         if self.device_tier.used + queued + nbytes > soft_limit:
             self._evict_until(nbytes, soft_limit, set(protect), later_bytes, gently)
-        self.device_tier.trim(soft_chunkable - nbytes)
+        return soft_chunkable
 
     @defer_sigint
     def _evict_until(self, nbytes: int, soft_limit: int, protected: set[Chunk], later_bytes: int, gently: bool) -> None:

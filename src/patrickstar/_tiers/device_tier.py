@@ -79,6 +79,8 @@ class DeviceTier:
 
     def _limit_tensors(self, more_bytes: int = 0) -> None:
         if self._meter is not None:
+            if self.page_pool is not None:  # it takes unused pages first
+                more_bytes = max(0, more_bytes - self.page_pool.parked_bytes)
             self._meter.limit(self.budget_bytes - self.resident_bytes - more_bytes)
 
     def new(self, kind: str, index: int, numel: int, dtype: str) -> Chunk:
