@@ -303,7 +303,10 @@ class Interceptor:
 
         `held`: see [Note: windows on held chunks].
         """
-        storages = [managed.chunk.read_storage._cdata for managed in managed_params]
+        storages = []
+        for managed in managed_params:
+            chunk = managed.chunk
+            storages.append((chunk.storage if chunk.device.valid else chunk.read_storage)._cdata)
         outputs, every = [], not held
         for tensor in (out,) if type(out) is torch.Tensor else tensors_in(out):
             if managed_param_of(tensor) is not None:

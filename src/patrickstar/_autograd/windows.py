@@ -61,16 +61,18 @@ class GraphSnapshot(NamedTuple):
         """Return those of `nodes` that were added since this snapshot."""
         return [node for node in nodes if not self.contains(node)]
 
-    def added_nodes(self, output_nodes: list[Any]) -> Iterator[Any]:
-        """Yield the nodes that were added since this snapshot and are reachable from `output_nodes`."""
-        seen, nodes = set(), output_nodes
+    def added_nodes(self, output_nodes: list[Any]) -> list[Any]:
+        """Return the nodes that were added since this snapshot and are reachable from `output_nodes`."""
+        added: dict[Any, None] = {}
+        nodes = output_nodes
         while nodes:
             node = nodes.pop()
-            if node in seen or self.contains(node):
-                continue
-            seen.add(node)
-            yield node
-            nodes.extend(follower for follower, _ in node.next_functions if follower is not None)
+            if node not in added and not self.contains(node):
+                added[node] = None
+                for follower, _ in node.next_functions:
+                    if follower is not None:
+                        nodes.append(follower)
+        return list(added)
 
 
 class HiddenNodes:

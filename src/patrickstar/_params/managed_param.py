@@ -196,7 +196,7 @@ class ManagedParam:
         if not self.state.overlays_param:
             if self.chunk.device.valid:
                 view = self.device_view if self.device_view is not None else self.current_device_view()
-            elif self.stays_on_host:
+            elif self.on_host and self.stays_on_host:
                 view = self.chunk.on_host(self.region)
         self.set_data(view)
 

@@ -38,8 +38,8 @@ class ModelData(LocalShards, ProcessHooks):
         """Chunk communication with the other ranks; None with one process."""
         self.saving: SaveInProgress | None = None
         """Checkpoint in progress, which copies what it needs of a chunk before the chunk changes."""
-        self.updaters: set[object] = set()
-        """Those with updates to finish, to advance or to start between operators: empty most of the time."""
+        self.updaters: set[int] = set()
+        """Ids of those with updates to finish, to advance or to start between operators; empty most of the time."""
         self.residency = Residency(manager, tracer, self.by_chunk)
         self.in_backward = False
         self.backward_id = self.backwards_in_step = 0
@@ -70,7 +70,8 @@ class ModelData(LocalShards, ProcessHooks):
         """
         if self.closed:
             raise TrainingError(f"parameter {managed_params[0].name!r} is used by a graph whose engine is closed")
-        self._check_not_updated(managed_params)
+        if self.in_backward:
+            self._check_not_updated(managed_params)
         with_gradients = [managed for managed in managed_params if managed.state.overlays_param]
         if with_gradients and self.manager.hardware.has_gpu:
             # The device moves evicted gradients out too: see [Note: lists on the host beside an accelerator].
@@ -346,8 +347,7 @@ class ModelData(LocalShards, ProcessHooks):
 
     def _check_not_updated(self, managed_params: Sequence[ManagedParam]) -> None:
         """See [Note: updating before backward has ended]."""
-        this_backward = self.backward_id if self.in_backward else None
-        updated = [each for each in managed_params if each.state.updated_in_backward == this_backward]
+        updated = [each for each in managed_params if each.state.updated_in_backward == self.backward_id]
         for managed in updated:
             managed.state.expect_growth()
         if updated:

@@ -47,7 +47,7 @@ class DiskOptimizerStep:
         self._aborted: list[DiskUpdate] = []
         """Updates that ended because bytes of chunks were lost."""
         self._running = RunningUpdates(data.updaters, in_order=True)
-        data.updaters.add(self)  # always: what it reads ahead goes on, too
+        data.updaters.add(id(self))  # always: what it reads ahead goes on, too
 
     @property
     def unfinished(self) -> set[int]:

@@ -44,7 +44,7 @@ class OptimizerInBackward:
     def begin(self, groups: Mapping[ManagedParam, Mapping[str, Any]]) -> None:
         """Start to update complete chunks, with the current hyper-parameters of the groups."""
         self._groups = groups
-        self.data.updaters.add(self)
+        self.data.updaters.add(id(self))
         self._hyper_parameters = hyper_parameters(groups.values())
 
     def check_inactive(self, operation: str) -> None:
@@ -114,7 +114,7 @@ class OptimizerInBackward:
 
     def _end(self) -> None:
         self._groups = None
-        self.data.updaters.discard(self)
+        self.data.updaters.discard(id(self))
         self._hyper_parameters, self._complete = [], set()
 
 

@@ -91,7 +91,7 @@ class RunningUpdates:
         in_order: An update is finished after all that were started before it.
     """
 
-    def __init__(self, updaters: set[object], in_order: bool = False) -> None:
+    def __init__(self, updaters: set[int], in_order: bool = False) -> None:
         self.updaters = updaters
         self.in_order = in_order
         self._entries: dict[Transfer, _Entry] = {}
@@ -111,7 +111,7 @@ class RunningUpdates:
         """
         copies = [chunk.in_use for chunk in chunks] + ([] if renewed is None else [renewed.host])
         self._entries[update] = _Entry(chunks, copies, finish)
-        self.updaters.add(self)
+        self.updaters.add(id(self))
         for copy in copies:
             copy.end_update = partial(self.finish_one, update)
 
@@ -163,7 +163,7 @@ class RunningUpdates:
     def _remove(self, update: Transfer) -> _Entry:
         entry = self._entries.pop(update)
         if not self._entries:
-            self.updaters.discard(self)
+            self.updaters.discard(id(self))
         for copy in entry.copies:
             later = [update for update, other in self._entries.items() if copy in other.copies]
             copy.end_update = partial(self.finish_one, later[-1]) if later else None

@@ -132,7 +132,7 @@ class Speculation:
         self._scales, self._options = scales, options
         if self._confident and self.data.backwards_in_step == self._backwards:
             self._assumption = _Assumption(groups().get, scales)
-            self.data.updaters.add(self)
+            self.data.updaters.add(id(self))
             if self._host is not None:
                 self._host.begin()
 
@@ -200,7 +200,7 @@ class Speculation:
             overflow: The step is skipped.
         """
         assumption, self._assumption = self._assumption, None
-        self.data.updaters.discard(self)
+        self.data.updaters.discard(id(self))
         counters, decided = self.data.manager.counters, not overflow and _effective(scales) == _effective(self._scales)
         started, self._started = self._started, {}
         for index in sorted(started, key=self.data.tracer.trace.first_use):
@@ -240,7 +240,7 @@ class Speculation:
     def cancel(self) -> None:
         """Drop all updates."""
         self._assumption = None
-        self.data.updaters.discard(self)
+        self.data.updaters.discard(id(self))
         started, self._started = self._started, {}
         for index, update in started.items():
             update.speculator.drop(index)

@@ -79,8 +79,6 @@ class DeviceTier:
 
     def _limit_tensors(self, more_bytes: int = 0) -> None:
         if self._meter is not None:
-            if self.page_pool is not None:  # it takes unused pages first
-                more_bytes = max(0, more_bytes - self.page_pool.parked_bytes)
             self._meter.limit(self.budget_bytes - self.resident_bytes - more_bytes)
 
     def new(self, kind: str, index: int, numel: int, dtype: str) -> Chunk:
@@ -91,7 +89,10 @@ class DeviceTier:
 
     def allocate(self, chunk: Chunk) -> None:
         """Allocate memory for a chunk; the caller has made room. Its content is undefined."""
-        self._limit_tensors(chunk.nbytes)
+        if self.page_pool is None:
+            self._limit_tensors(chunk.nbytes)
+        elif (new_bytes := chunk.nbytes - self.page_pool.parked_bytes) > 0:  # beside the pages that no chunk uses
+            self._limit_tensors(new_bytes)
         chunk.allocate_device()
         self.moved.add(chunk)
         self.used += chunk.nbytes
@@ -108,7 +109,8 @@ class DeviceTier:
         self.used -= chunk.nbytes
         self.rounding_bytes += _rounding_bytes(chunk)
         self.allocations += 1
-        self._limit_tensors()
+        if self.page_pool is None:  # else its pages stay
+            self._limit_tensors()
         if self.timeline is not None:
             self.timeline.freed(chunk, Tier.DEVICE)
 

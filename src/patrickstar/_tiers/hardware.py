@@ -2,6 +2,7 @@
 
 import time
 import warnings
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 
@@ -25,6 +26,9 @@ from patrickstar.errors import DiskError
 
 class Hardware:
     """The real machine."""
+
+    seconds: Callable[[], float] = staticmethod(time.perf_counter)
+    """Clock of what is recorded, and of the time that the host waits."""
 
     def __init__(self, device: torch.device) -> None:
         self.accelerator = self.new_accelerator(device)
@@ -78,9 +82,6 @@ class Hardware:
     def library_resident_bytes(self, chunk_bytes: int) -> int:
         """Return the process's resident memory beside tensors and chunks, which no budget counts."""
         return library_resident_bytes(chunk_bytes)
-
-    def seconds(self) -> float:
-        return time.perf_counter()
 
     def meter(self) -> Meter:
         return host_meter() if self.accelerator is None else DeviceMeter(self.accelerator)

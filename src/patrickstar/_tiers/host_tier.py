@@ -300,7 +300,7 @@ class HostTier:
 
     @property
     def touched_bytes(self) -> int:
-        return sum(arena.touched_bytes for arena in self.arenas) + self.outside_bytes
+        return sum([arena.touched_bytes for arena in self.arenas]) + self.outside_bytes
 
     @staticmethod
     def view(block: ArenaBlock, dtype: torch.dtype) -> torch.Tensor:
