@@ -308,7 +308,7 @@ class Operations(RuleBasedStateMachine):
         assert host.free_bytes == host.budget_bytes - host.used - host.other_bytes >= 0
         assert all((host.view(block, torch.uint8) == number).all() for block, number in self.blocks.items())
         if manager.device_tier.page_pool is not None:
-            assert manager.device_tier.page_pool.mapped_bytes + host.touched_bytes == manager.resident_bytes
+            assert manager.device_tier.page_pool.mapped_bytes + host.touched_bytes == manager.cache.resident_bytes
 
 
 TestOperations = Operations.TestCase

@@ -189,7 +189,7 @@ def test_allocator_retries_warn_once(fake_cuda: FakeCuda):
     nothing = SimpleNamespace(peak=0, other_peak=0, spare_peak=0, reset_peak=lambda: None, reset_peaks=lambda: None)
     nothing.budget_bytes, hardware = 5000, Hardware(SECOND)
     manager = SimpleNamespace(device_tier=nothing, host_tier=nothing, disk_tier=None, hardware=hardware, device=SECOND)
-    manager.counters, manager.resident_bytes = TransferCounters(), 0
+    manager.counters, manager.cache = TransferCounters(), SimpleNamespace(resident_bytes=0)
     fake_cuda.retries = 4
     stats = Stats(_retries=hardware.allocator_stats().retries)
     stats.close_step(manager, False, 1.0, 0)

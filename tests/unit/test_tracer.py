@@ -259,7 +259,7 @@ def test_chunks_and_offloaded_activations_are_not_counted(tracer):
     above = CHUNKS * (16 if manager.device_tier.page_pool is None else round_up(16))  # whole pages are resident
     below = mmap.PAGESIZE
     assert tracer.meter.chunk_bytes == [above + below] * 2
-    assert manager.resident_bytes == above + below
+    assert manager.cache.resident_bytes == above + below
 
 
 def test_parked_pages_are_not_counted():
@@ -267,12 +267,12 @@ def test_parked_pages_are_not_counted():
     manager = tracer.manager
     if manager.device_tier.page_pool is None:
         pytest.skip("this system cannot move pages")
-    before = manager.resident_bytes
+    before = manager.cache.resident_bytes
     manager.move_to_tier(manager[PARAM16, 0], Tier.HOST)
     below = mmap.PAGESIZE
-    assert manager.resident_bytes == before + below, "its pages are parked, not unmapped"
+    assert manager.cache.resident_bytes == before + below, "its pages are parked, not unmapped"
     manager.device_tier.page_pool.trim(0)
-    assert manager.resident_bytes == before + below - round_up(16)
+    assert manager.cache.resident_bytes == before + below - round_up(16)
 
 
 @pytest.mark.parametrize("policy", [DemandFetch, AggressivePrefetch])

@@ -74,16 +74,6 @@ class ChunkManager:
     def counters(self) -> TransferCounters:
         return self.io_dispatch.counters
 
-    @property
-    def resident_bytes(self) -> int:
-        """Memory that the device tier uses; on a CPU, that of this process for both tiers.
-
-        Beside a GPU, less what the allocator adds to the chunks that have no memory: see `DeviceTier.rounding_bytes`.
-        """
-        if self.hardware.has_gpu:
-            return self.device_tier.used - self.device_tier.rounding_bytes
-        return self.device_tier.resident_bytes + self.host_tier.touched_bytes
-
     @defer_sigint
     def new_chunk(self, kind: str, index: int, numel: int, dtype: str, tier: Tier) -> Chunk:
         """Create a chunk of zeros on one tier.
@@ -214,11 +204,6 @@ class ChunkManager:
             self.timeline.phase(name)
             self.host_tier.note_other()
             self.timeline.disk_bytes(0 if self.disk_tier is None else self.disk_tier.file.used_bytes)
-
-    def note_non_model_bytes(self) -> None:
-        """Note in the record, if there is one, the non-model data on the device, for which there is room now."""
-        if self.timeline is not None:
-            self.timeline.non_model_bytes(self.device_tier.non_model_bytes, settled=True)
 
     # Access
 

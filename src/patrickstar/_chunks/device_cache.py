@@ -66,6 +66,16 @@ class DeviceCache:
         """Bytes of chunks on the device once all evictions in flight are complete."""
         return self.device_tier.used - (self.transfers.evicting_bytes if self.transfers.in_flight else 0)
 
+    @property
+    def resident_bytes(self) -> int:
+        """Memory that the device tier uses; on a CPU, that of this process for both tiers.
+
+        Beside a GPU, less what the allocator adds to the chunks that have no memory: see `DeviceTier.rounding_bytes`.
+        """
+        if self.hardware.has_gpu:
+            return self.device_tier.used - self.device_tier.rounding_bytes
+        return self.device_tier.resident_bytes + self.host_tier.touched_bytes
+
     # Access
 
     def at_rest(self, chunks: Iterable[Chunk]) -> bool:

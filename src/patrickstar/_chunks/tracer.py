@@ -75,7 +75,7 @@ class Tracer:
 
     def calibrate(self) -> None:
         self.meter.reclaim()
-        self.meter.calibrate(self.manager.resident_bytes)
+        self.meter.calibrate(self.cache.resident_bytes)
         self.manager.device_tier.limit_tensors(self.meter)
         self.measure()
 
@@ -202,7 +202,7 @@ class Tracer:
         if allocations == self.manager.device_tier.allocations:
             while len(self.evaluation_growth) >= MAX_TRACES:
                 self.evaluation_growth.pop(next(iter(self.evaluation_growth)))
-            growth = self._agreed(self.meter.peak(self.manager.resident_bytes)) - entered_bytes
+            growth = self._agreed(self.meter.peak(self.cache.resident_bytes)) - entered_bytes
             self.evaluation_growth[key] = max(0, growth, self.evaluation_growth.pop(key, 0))
 
     def _check_resident_peak(self) -> None:
@@ -274,7 +274,7 @@ class Tracer:
         return self.trace if self.mode is Mode.PLAN else None
 
     def current_non_model_bytes(self) -> int:
-        nbytes = self.meter.now(self.manager.resident_bytes)
+        nbytes = self.meter.now(self.cache.resident_bytes)
         return nbytes if self.linked is None else self._agreed(nbytes)
 
     def _agreed(self, nbytes: int) -> int:
@@ -369,7 +369,7 @@ class Tracer:
         return predicted
 
     def _peak(self) -> int:
-        peak = self._agreed(self.meter.peak(self.manager.resident_bytes))
+        peak = self._agreed(self.meter.peak(self.cache.resident_bytes))
         self.non_model_peak = max(self.non_model_peak, peak)
         return peak
 

@@ -220,7 +220,7 @@ class EngineCore:
         self._inputs = None
         self.optimizer_placement.begin_step(self.layout, measured=self.tracer.end_iteration())
         self.data.make_room_for_step()
-        self.manager.note_non_model_bytes()
+        self.manager.device_tier.note_non_model_bytes()
         with self.internal_computation():
             self.optimizer_in_backward.finish(groups)
             self.data.synchronize_gradients(Request.STEP)

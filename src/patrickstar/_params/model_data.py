@@ -88,7 +88,7 @@ class ModelData(LocalShards, ProcessHooks):
                     error.parameter = managed_params[0].name
                     raise
         self.tracer.transfers_done()
-        self.manager.note_non_model_bytes()
+        self.manager.device_tier.note_non_model_bytes()
         self.pin(managed_params)
         if self.residency.active:
             self.residency.hold(chunks)

@@ -34,7 +34,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def explain(operation: str, data: ModelData, error: BaseException) -> BudgetError:
     """Return a BudgetError that states how device memory was used when `operation` failed to allocate."""
     manager = data.manager
-    non_model_bytes = data.tracer.meter.now(manager.resident_bytes)
+    non_model_bytes = data.tracer.meter.now(manager.cache.resident_bytes)
     return BudgetError(
         f"{operation} ran out of memory: chunks use {manager.device_tier.used} bytes of the device, non-model data "
         f"{non_model_bytes} bytes; the budget is {manager.device_tier.budget_bytes} bytes. "

@@ -48,7 +48,7 @@ class Residency:
             self.tracer.begin_iteration(key)
             if self.tracer.mode is Mode.RESIDENT:
                 self._begin()
-                self.manager.note_non_model_bytes()  # its operators have no moments: this holds for all of it
+                self.manager.device_tier.note_non_model_bytes()  # for all of it: its operators have no moments
 
     def hold(self, chunks: Iterable[Chunk]) -> None:
         """Hold accessed chunks; the iteration is resident."""

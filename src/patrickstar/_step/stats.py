@@ -136,7 +136,7 @@ class Stats:
             host_peak_model_bytes=manager.host_tier.peak,
             host_peak_non_model_bytes=manager.host_tier.other_peak,
             host_peak_speculative_bytes=manager.host_tier.spare_peak,
-            library_resident_peak_bytes=manager.hardware.library_resident_bytes(manager.resident_bytes),
+            library_resident_peak_bytes=manager.hardware.library_resident_bytes(manager.cache.resident_bytes),
             disk_bytes=manager.disk_tier.file.used_bytes if manager.disk_tier is not None else 0,
             **asdict(moved),
             staleness=staleness[0],

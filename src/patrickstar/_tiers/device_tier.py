@@ -129,6 +129,11 @@ class DeviceTier:
         self.page_pool.trim(limit_bytes - self.used)
         self._limit_tensors()
 
+    def note_non_model_bytes(self) -> None:
+        """Note in the record of the step, if there is one, the non-model data, for which there is room now."""
+        if self.timeline is not None:
+            self.timeline.non_model_bytes(self.non_model_bytes, settled=True)
+
     def close(self) -> None:
         """Withdraw the limit of tensors."""
         if self._meter is not None:
