@@ -2,6 +2,7 @@
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -104,7 +105,7 @@ def test_removing_a_chunk_waits_for_its_fetch(manager):
 class OtherProcesses:
     """Other processes, whose shards hold the number of earlier gathers of the chunk."""
 
-    serving = False
+    coordinator = SimpleNamespace(serving=False)
 
     def __init__(self) -> None:
         self.counters = TransferCounters()

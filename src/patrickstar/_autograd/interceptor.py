@@ -28,7 +28,7 @@ from patrickstar._params.interception import adopt_parameter, adopt_view
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.memory_functions import EXPOSING, REPLACING, RESHAPING, UNVERSIONED, expose, versioned
 from patrickstar._params.modes import managing
-from patrickstar._params.out_of_memory import SavedByCheckpoint, prepare_retry, retry
+from patrickstar._params.out_of_memory import run_with_retry
 from patrickstar._params.precision import tensors_in
 from patrickstar._params.tensor_subclass import (
     ADDRESSES,
@@ -157,7 +157,8 @@ class Interceptor:
         if self.covers(managed_params):
             self.note(managed_params)
             out = self._run(func, args, kwargs, tensors, managed_params, held=True)
-            if self.data.updaters and self.optimizer_in_backward.updating:
+            updates = self.optimizer_in_backward
+            if self.data.updaters and (updates.optimizer_step.updating or updates.speculation.active):
                 with managing():
                     self._progress()
             return out
@@ -205,7 +206,7 @@ class Interceptor:
         if func is F.embedding and managed_params[0].embedding:
             out = embedding_lookup(args, kwargs, managed_params[0], self.data.manager, self.gradient_hooks)
         else:
-            out = self._call(func, args, kwargs, managed_params[0])
+            out = run_with_retry(func, args, kwargs, managed_params[0], self.data)
         if written := [
             t for t, version in zip(tensors, versions, strict=True) if version >= 0 and t._version != version
         ]:
@@ -218,18 +219,6 @@ class Interceptor:
         if timed is not None:  # after the hooks that open its window
             timed.end(out, before)
         return out
-
-    def _call(
-        self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], managed: ManagedParam
-    ) -> Any:
-        """Call an operator; if it runs out of memory, evict all idle chunks and call it once more."""
-        hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-        saved = SavedByCheckpoint.of_running_block() if hooked else None
-        try:
-            return func(*args, **kwargs)
-        except RuntimeError as error:
-            prepare_retry(error, func, managed, self.data, saved)
-        return retry(func, args, kwargs, managed, self.data)
 
     def end_operator(self, managed_params: Sequence[ManagedParam], suspended: Window | None) -> None:
         """End an access, and the operator that it was for."""
@@ -304,8 +293,7 @@ class Interceptor:
         `held`: see [Note: windows on held chunks].
         """
         storages = []
-        for managed in managed_params:
-            chunk = managed.chunk
+        for chunk in [managed.chunk for managed in managed_params]:
             storages.append((chunk.storage if chunk.device.valid else chunk.read_storage)._cdata)
         outputs, every = [], not held
         for tensor in (out,) if type(out) is torch.Tensor else tensors_in(out):
@@ -317,12 +305,10 @@ class Interceptor:
             elif (node := tensor.grad_fn) is not None:
                 outputs.append(node)
                 every = every or tensor._is_view()
-        if not outputs:
-            return
-        enter = None
-        for node in before.added_nodes(outputs) if every else before.added(outputs):
-            enter = enter or self._window_prehook(managed_params)
-            node.register_prehook(enter)
+        if outputs:
+            enter = self._window_prehook(managed_params)
+            for node in before.added_nodes(outputs) if every else before.added(outputs):
+                node.register_prehook(enter)
 
     @contextmanager
     def accessed(self, managed: ManagedParam) -> Iterator[None]:

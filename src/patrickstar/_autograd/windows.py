@@ -64,14 +64,11 @@ class GraphSnapshot(NamedTuple):
     def added_nodes(self, output_nodes: list[Any]) -> list[Any]:
         """Return the nodes that were added since this snapshot and are reachable from `output_nodes`."""
         added: dict[Any, None] = {}
-        nodes = output_nodes
-        while nodes:
-            node = nodes.pop()
+        while output_nodes:
+            node = output_nodes.pop()
             if node not in added and not self.contains(node):
                 added[node] = None
-                for follower, _ in node.next_functions:
-                    if follower is not None:
-                        nodes.append(follower)
+                output_nodes += [follower for follower, _ in node.next_functions if follower is not None]
         return list(added)
 
 

@@ -112,11 +112,6 @@ class ChunkComm:
         for index in indices:
             self.transports[index].invalidate()
 
-    @property
-    def serving(self) -> bool:
-        """True while an agreement is executed; no negotiation is possible then."""
-        return self.coordinator.serving
-
     def gather(self, chunk: Chunk) -> Transfer:
         self._gather_target, self._gathering = chunk, None
         chunk.pins += 1  # serving other processes meanwhile must not evict it

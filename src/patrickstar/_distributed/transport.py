@@ -1,7 +1,7 @@
 """Transport of one chunk between the processes that share it: who sends which shards to whom."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Protocol
 
@@ -22,11 +22,9 @@ class ShardOwner(Protocol):
     has_gpu: bool
     """True if an accelerator reads shards on the host beside it."""
 
-    def chunk(self, kind: str, index: int) -> Chunk:
-        """Return a chunk of one of its lists."""
-
-    def settle(self, chunk: Chunk) -> None:
-        """End all that uses a chunk's memory."""
+    chunks: Mapping[tuple[str, int], Chunk]
+    settle: Callable[[Chunk], None]
+    """Ends all that uses a chunk's memory."""
 
     def parameters(self, index: int) -> torch.Tensor:
         """Return the `param16` shard of a chunk that this process owns, on its current tier."""
@@ -150,6 +148,6 @@ class FlatTransport(Transport):
 
 def keep_shard(owner: ShardOwner, index: int, reader: Transfer) -> None:
     """Keep the `param16` shard of a chunk, if the device reads it on the host, unchanged until `reader` has ended."""
-    own = owner.chunk(SHARD16, index)
+    own = owner.chunks[SHARD16, index]
     if not own.device.valid and owner.has_gpu:
         own.host.reader = reader

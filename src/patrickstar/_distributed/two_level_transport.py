@@ -50,7 +50,7 @@ class TwoLevelTransport(Transport):
         targets = self._in_replica(ranks)
         if not targets:
             return None
-        node = owner.chunk(NODE16, self.index)
+        node = owner.chunks[NODE16, self.index]
         own = node.flat_on_host(0, node.numel)
         if whole is not None:
             self.counters.h2d_bytes += own.nbytes
@@ -66,7 +66,7 @@ class TwoLevelTransport(Transport):
     def _refresh(self, owner: ShardOwner) -> None:
         """Exchange the parts of this replica's shard with the other replicas."""
         self.stale = False
-        node = owner.chunk(NODE16, self.index)
+        node = owner.chunks[NODE16, self.index]
         if not node.numel:
             return
         part, replicate = owner.parameters(self.index), self.levels.replicate

@@ -67,16 +67,10 @@ class LocalShards:
 
     def set_param_views(self, chunks: Iterable[Chunk]) -> None:
         """Point the Parameters of `chunks` at the current memory of these; do nothing once the engine is closed."""
-        with torch._C.DisableTorchFunctionSubclass():
-            for chunk in () if self.closed else chunks:
-                for managed in self.by_chunk.get(chunk.index, ()):
-                    if managed.chunk is chunk:
-                        managed.show_values()
-
-    @staticmethod
-    def _set_param_view(managed: ManagedParam) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
-            managed.show_values()
+        for chunk in () if self.closed else chunks:
+            for managed in self.by_chunk.get(chunk.index, ()):
+                if managed.chunk is chunk:
+                    managed.show_values()
 
     def _prepare_refusals(self, managed: ManagedParam) -> None:
         """Create a parameter's placeholder, and the errors of native code that reads it or views of its chunk."""
@@ -133,14 +127,6 @@ class LocalShards:
         sums = self.manager.chunks.get((GRAD32, index))
         return [] if sums is None else [sums]
 
-    def gradient_sums_of(self, managed: ManagedParam) -> list[Chunk]:
-        """Return the chunk of accumulated gradients of a parameter, if there is one."""
-        return self.gradient_sums(managed.location.chunk)
-
-    def gradient_list_bytes(self, managed: ManagedParam) -> int:
-        """Return the bytes of the gradient-list chunk of a parameter."""
-        return self.manager[PARAM32, managed.location.chunk].nbytes
-
     def add_gradient_list(self, managed: ManagedParam, tier: Tier) -> Chunk:
         """Allocate the gradient-list chunk of a parameter."""
         numel = self.manager[PARAM32, managed.location.chunk].numel
@@ -179,7 +165,7 @@ class LocalShards:
         self.manager.mark_written(managed.shard_chunk, on_device=managed.shard_chunk.device.valid)
         managed.steps -= managed.state.update_pending
         managed.state.consume()
-        self._set_param_view(managed)
+        managed.show_values()
 
     @defer_sigint
     def follow_master(self, managed: ManagedParam) -> None:

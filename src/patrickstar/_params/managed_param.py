@@ -195,10 +195,11 @@ class ManagedParam:
         view = self.absent_view
         if not self.state.overlays_param:
             if self.chunk.device.valid:
-                view = self.device_view if self.device_view is not None else self.current_device_view()
+                view = self.current_device_view()
             elif self.on_host and self.stays_on_host:
                 view = self.chunk.on_host(self.region)
-        self.set_data(view)
+        with torch._C.DisableTorchFunctionSubclass():
+            self.set_data(view)
 
     def set_data(self, view: torch.Tensor) -> None:
         """Point the parameter, or the local tensor of a DTensor, at a tensor of its dtype and device."""

@@ -58,7 +58,7 @@ class ModelData(LocalShards, ProcessHooks):
         self.by_chunk.setdefault(managed.location.chunk, []).append(managed)
         managed.state.initialize()
         self._prepare_refusals(managed)
-        self._set_param_view(managed)
+        managed.show_values()
 
     # Access and release (Algorithms 1 and 2)
 
@@ -82,28 +82,26 @@ class ModelData(LocalShards, ProcessHooks):
             self._begin_moment(tuple([chunk.index for chunk in chunks]), belongs)
         if not (at_rest := self.manager.cache.at_rest(chunks)):
             with profiler_range("access", *managed_params):
-                try:
-                    self._fetch_in_budget(chunks, gently)
-                except BudgetError as error:
-                    error.parameter = managed_params[0].name
-                    raise
+                self._fetch_in_budget(chunks, managed_params[0].name, gently)
         self.tracer.transfers_done()
         self.manager.device_tier.note_non_model_bytes()
         self.pin(managed_params)
         if self.residency.active:
-            self.residency.hold(chunks)
+            for chunk in chunks:
+                self.manager.cache.hold(chunk)
         if not at_rest and belongs is not None:
             self.manager.cache.poll_transfers()
         self.update_param_views()
 
-    def _fetch_in_budget(self, chunks: Sequence[Chunk], gently: bool) -> None:
+    def _fetch_in_budget(self, chunks: Sequence[Chunk], name: str, gently: bool) -> None:
         """Fetch the chunks of an access; without room, free garbage and try again, unless the caller makes room."""
-        try:
-            self.fetch(chunks, gently=gently)
-        except BudgetError:
-            if gently or not free_garbage(self.tracer, chunks):
-                raise
-            self.fetch(chunks)
+        for last in (gently, True):
+            try:
+                return self.fetch(chunks, gently=gently)
+            except BudgetError as error:
+                error.parameter = name
+                if last or not free_garbage(self.tracer, chunks):
+                    raise
 
     def _begin_moment(self, chunks: tuple[int, ...], belongs: bool) -> None:
         self.tracer.begin_moment(chunks, belongs)
@@ -400,12 +398,11 @@ class ModelData(LocalShards, ProcessHooks):
         """Mark parameters whose gradients an update has replaced by new values."""
         torch.autograd.graph.increment_version([managed.param for managed in managed_params])
         timeline = self.manager.timeline
-        with torch._C.DisableTorchFunctionSubclass():
-            for managed in managed_params:
-                managed.state.consume()
-                managed.show_values()
-                if timeline is not None:
-                    timeline.holds_gradients(managed.location.chunk, False)
+        for managed in managed_params:
+            managed.state.consume()
+            managed.show_values()
+            if timeline is not None:
+                timeline.holds_gradients(managed.location.chunk, False)
 
     @defer_sigint
     def ensure_in_memory(self, managed: ManagedParam) -> None:
@@ -417,4 +414,4 @@ class ModelData(LocalShards, ProcessHooks):
         self.restore_own(managed)
         torch._C._autograd._unsafe_set_version_counter((managed.param,), (managed.state.version_before,))
         managed.state.remove_overlay()
-        self._set_param_view(managed)
+        managed.show_values()

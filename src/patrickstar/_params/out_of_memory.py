@@ -88,37 +88,25 @@ class SavedByCheckpoint:
         block.recomp_counter[self._recomputation] = count
 
 
-def prepare_retry(
-    error: RuntimeError,
-    func: Callable[..., Any],
-    managed: ManagedParam,
-    data: ModelData,
-    saved: SavedByCheckpoint | None,
-) -> None:
-    """Return if an operator on a parameter may be called once more, since it has run out of memory; else raise.
+def run_with_retry(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], managed: ManagedParam, data: ModelData
+) -> Any:
+    """Run an operator on a parameter; if it runs out of memory, evict all idle chunks and run it once more.
 
     Not in a block under a checkpoint of an unknown version, see `SavedByCheckpoint`, nor in linked processes,
     which evict alike.
-
-    Args:
-        error: Error of the operator.
-        func: The operator.
-        managed: The parameter.
-        data: Parameters of the engine.
-        saved: What the running block under a checkpoint had saved before.
     """
-    if not is_out_of_memory(error):
-        raise error
-    if data.tracer.linked is not None or (saved is not None and not saved.known):
-        raise explain(f"{getattr(func, '__name__', func)} on parameter {managed.name!r}", data, error) from None
-    if saved is not None:
-        saved.forget()
-
-
-def retry(
-    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], managed: ManagedParam, data: ModelData
-) -> Any:
-    """Evict all idle chunks, and call an operator once more; raise a BudgetError if it runs out of memory again."""
+    name = getattr(func, "__name__", func)
+    saved = SavedByCheckpoint.of_running_block()
+    try:
+        return func(*args, **kwargs)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        if data.tracer.linked is not None or (saved is not None and not saved.known):
+            raise explain(f"{name} on parameter {managed.name!r}", data, error) from None
+        if saved is not None:
+            saved.forget()
     with managing():
         data.manager.cache.free_memory()
         data.update_param_views()
@@ -127,5 +115,4 @@ def retry(
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        name = getattr(func, "__name__", func)
         raise explain(f"{name} on parameter {managed.name!r}, tried twice,", data, error) from None

@@ -1,5 +1,7 @@
 """Shards of chunks that a rank owns: what it sends to others, and the sums of gradients that it receives."""
 
+from collections.abc import Callable, Mapping
+
 import torch
 
 from patrickstar._chunks.chunk_manager import ChunkManager
@@ -21,20 +23,14 @@ class OwnedShards(ModelData):
     def __init__(self, manager: ChunkManager, tracer: Tracer, comm: ChunkComm, reduce_in_fp32: bool) -> None:
         super().__init__(manager, tracer, comm.world)
         self.comm: ChunkComm = comm
+        self.chunks: Mapping[tuple[str, int], Chunk] = manager.chunks
+        self.settle: Callable[[Chunk], None] = manager.transfers.settle
         self.has_gpu = manager.hardware.has_gpu
         comm.attach(self)
         self.reduces_in_fp32 = reduce_in_fp32
         """True if gradients are sent, and their sums stored, in fp32."""
         self.grad_accumulation = GradAccumulation(manager, comm)
         """Gradients accumulated on this rank and not yet reduced."""
-
-    def chunk(self, kind: str, index: int) -> Chunk:
-        """Return a chunk of one of this rank's lists."""
-        return self.manager[kind, index]
-
-    def settle(self, chunk: Chunk) -> None:
-        """End all that uses a chunk's memory."""
-        self.manager.transfers.settle(chunk)
 
     def parameters(self, index: int) -> torch.Tensor:
         """Return this rank's shard of a chunk with its parameters restored, on its current tier."""

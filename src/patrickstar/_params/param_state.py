@@ -61,9 +61,8 @@ class ParamState:
         """Raise TrainingError for an illegal transition."""
         if tensor is not self.tensor:
             if tensor not in self.tensor.following:
-                raise TrainingError(
-                    f"parameter {self.name!r} can't change from state {self.tensor.name} to {tensor.name}"
-                )
+                states = f"{self.tensor.name} to {tensor.name}"
+                raise TrainingError(f"parameter {self.name!r} can't change from state {states}")
             self.tensor = tensor
 
     # The payload

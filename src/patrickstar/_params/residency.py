@@ -7,7 +7,6 @@ from patrickstar._chunks.chunk_manager import ChunkManager
 from patrickstar._chunks.iteration_mode import Mode
 from patrickstar._chunks.tracer import Tracer
 from patrickstar._params.managed_param import ManagedParam
-from patrickstar._tiers.chunk import Chunk
 
 # [Note: resident iterations]
 # If all of an iteration's parameters fit on the device beside the peak of non-model data that its trace shows, no
@@ -49,11 +48,6 @@ class Residency:
             if self.tracer.mode is Mode.RESIDENT:
                 self._begin()
                 self.manager.device_tier.note_non_model_bytes()  # for all of it: its operators have no moments
-
-    def hold(self, chunks: Iterable[Chunk]) -> None:
-        """Hold accessed chunks; the iteration is resident."""
-        for chunk in chunks:
-            self.manager.cache.hold(chunk)
 
     def covers(self, managed_params: Iterable[ManagedParam]) -> bool:
         """Return whether parameters are on held chunks, intact and up to date: while `active`, no access is needed."""

@@ -9,6 +9,7 @@ from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.rounding import canonical_nan_
 from patrickstar._kernels.torch_optim_group import GroupOptimizer, Member, tensor_bytes
 from patrickstar._kernels.update_rule import Span
+from patrickstar._layout.schema import PARAM32
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
 from patrickstar._params.tensor_subclass import managed_param_of
@@ -77,9 +78,11 @@ class GroupUpdate:
                 manager.transfers.settle(chunk, in_order=True)
                 chunk.pins += 1
                 pinned.append(chunk)
-            lacking = {managed.location.chunk: managed for managed in updated if not data.gradient_sums_of(managed)}
+            lacking = {
+                managed.location.chunk: managed for managed in updated if not data.gradient_sums(managed.location.chunk)
+            }
             needed_bytes = sum(chunk.nbytes for chunk in chunks if not chunk.host.present)
-            manager.free_host(needed_bytes + sum(data.gradient_list_bytes(managed) for managed in lacking.values()))
+            manager.free_host(needed_bytes + sum(manager[PARAM32, index].nbytes for index in lacking))
             for chunk in chunks:
                 manager.move_to_tier(chunk, Tier.HOST)
             for managed in lacking.values():

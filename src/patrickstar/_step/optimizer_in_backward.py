@@ -32,11 +32,6 @@ class OptimizerInBackward:
         self._complete: set[int] = set()
 
     @property
-    def updating(self) -> bool:
-        """True while updates are running or deferred, or a backward may start some before the step has decided."""
-        return self.optimizer_step.updating or self.speculation.active
-
-    @property
     def active(self) -> bool:
         """True if a backward with `update=True` awaits its optimizer step."""
         return self._groups is not None
