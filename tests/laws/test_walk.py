@@ -27,8 +27,8 @@ EVENTS = {
 }
 CEILINGS = {
     # Budget for a third of the parameters: each operator fetches a chunk and evicts one.
-    "planned": ("900KiB", {"operator": (35, 315), "window": (33, 261), "gradient": (13, 29)}, 49),
-    "resident": ("64MiB", {"operator": (12, 38), "window": (10, 17), "gradient": (13, 23)}, 37),
+    "planned": ("900KiB", {"operator": (24, 163), "window": (22, 133), "gradient": (8, 23)}, 38),
+    "resident": ("64MiB", {"operator": (5, 20), "window": (5, 10), "gradient": (7, 17)}, 30),
 }
 """Budget; most files and calls of one event; most files of all events of a parameter together."""
 

@@ -65,7 +65,7 @@ def fetched_and_dropped(manager: ChunkManager, index: int, value: float) -> tupl
     chunk = filled(manager, index, Tier.HOST, value)
     manager.cache.fetch([chunk])
     read = chunk.on_device(chunk.whole).clone()
-    manager._evict(chunk)
+    manager.cache._evict(chunk)
     assert chunk.host.valid and not chunk.device.present
     return chunk, read
 

@@ -292,10 +292,9 @@ class Interceptor:
 
         `held`: see [Note: windows on held chunks].
         """
-        storages = []
+        storages, outputs, every = [], [], not held
         for chunk in [managed.chunk for managed in managed_params]:
             storages.append((chunk.storage if chunk.device.valid else chunk.read_storage)._cdata)
-        outputs, every = [], not held
         for tensor in (out,) if type(out) is torch.Tensor else tensors_in(out):
             if managed_param_of(tensor) is not None:
                 continue

@@ -180,11 +180,7 @@ class ModelData(LocalShards, ProcessHooks):
     @staticmethod
     def chunks_to_fetch(managed_params: Sequence[ManagedParam]) -> list[Chunk]:
         """Return the chunks that an access of `managed_params` needs on the device."""
-        chunks: dict[Chunk, None] = {}
-        for managed in managed_params:  # a loop, since this runs for every access
-            if not (managed.on_host and managed.stays_on_host):
-                chunks[managed.chunk] = None
-        return list(chunks)
+        return list(dict.fromkeys([each.chunk for each in managed_params if not (each.on_host and each.stays_on_host)]))
 
     def pin(self, managed_params: Sequence[ManagedParam]) -> None:
         """Pin parameters whose chunks are on the device."""

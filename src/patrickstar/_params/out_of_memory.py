@@ -65,12 +65,6 @@ class SavedByCheckpoint:
         """True if these are the hooks of a version whose lists are known."""
         self._count = self._saved_count() if self.known else 0
 
-    @classmethod
-    def of_running_block(cls) -> "SavedByCheckpoint | None":
-        """Return what the running block has saved; None if what is saved now belongs to no checkpoint."""
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        return cls(hooks[0]) if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint" else None
-
     def _saved_count(self) -> int:
         of_forward = self._recomputation is None
         return len(self._block.weak_holders) if of_forward else self._block.recomp_counter[self._recomputation]
@@ -97,7 +91,9 @@ def run_with_retry(
     which evict alike.
     """
     name = getattr(func, "__name__", func)
-    saved = SavedByCheckpoint.of_running_block()
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    in_block = hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
+    saved = SavedByCheckpoint(hooks[0]) if in_block else None
     try:
         return func(*args, **kwargs)
     except RuntimeError as error:

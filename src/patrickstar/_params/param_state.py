@@ -59,10 +59,9 @@ class ParamState:
 
     def _move_to(self, tensor: TensorState) -> None:
         """Raise TrainingError for an illegal transition."""
-        if tensor is not self.tensor:
-            if tensor not in self.tensor.following:
-                states = f"{self.tensor.name} to {tensor.name}"
-                raise TrainingError(f"parameter {self.name!r} can't change from state {states}")
+        if tensor is not (old := self.tensor):
+            if tensor not in old.following:
+                raise TrainingError(f"parameter {self.name!r} can't change from state {old.name} to {tensor.name}")
             self.tensor = tensor
 
     # The payload

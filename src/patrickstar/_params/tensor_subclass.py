@@ -224,16 +224,13 @@ _LEAVES = frozenset((torch.Tensor, nn.Parameter, int, float, bool, type(None)))
 
 def all_managed_params(tensors: Sequence[Any]) -> tuple[ManagedParam, ...]:
     """Return the parameters of an operator's managed tensors. Raises ModelError if one is another engine's."""
-    managed_params: dict[ManagedParam, None] = {}
-    for tensor in tensors:  # loops, since this runs for most operators
+    for tensor in tensors:  # a loop, since this runs for most operators
         if tensor._interceptor is not tensors[0]._interceptor:
             raise ModelError(
                 f"an operator combines parameter {tensors[0]._managed_params[0].name!r} with a parameter of another "
                 f"engine; pass .detach().clone() of one of them"
             )
-        for managed in tensor._managed_params:
-            managed_params[managed] = None
-    return tuple(managed_params)
+    return tuple(dict.fromkeys([managed for tensor in tensors for managed in tensor._managed_params]))
 
 
 def managed_param_of(tensor: Any) -> ManagedParam | None:

@@ -78,9 +78,7 @@ class GroupUpdate:
                 manager.transfers.settle(chunk, in_order=True)
                 chunk.pins += 1
                 pinned.append(chunk)
-            lacking = {
-                managed.location.chunk: managed for managed in updated if not data.gradient_sums(managed.location.chunk)
-            }
+            lacking = {each.location.chunk: each for each in updated if not data.gradient_sums(each.location.chunk)}
             needed_bytes = sum(chunk.nbytes for chunk in chunks if not chunk.host.present)
             manager.free_host(needed_bytes + sum(manager[PARAM32, index].nbytes for index in lacking))
             for chunk in chunks:

@@ -108,9 +108,8 @@ class OptimizerInBackward:
         self._end()
 
     def _end(self) -> None:
-        self._groups = None
         self.data.updaters.discard(id(self))
-        self._hyper_parameters, self._complete = [], set()
+        self._groups, self._hyper_parameters, self._complete = None, [], set()
 
 
 def hyper_parameters(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -87,13 +87,12 @@ class RunningUpdates:
     """Updates in the order in which they were started. See [Note: running updates].
 
     Args:
-        updaters: It is among these while it has updates.
+        updaters: Where its id is while it has updates.
         in_order: An update is finished after all that were started before it.
     """
 
     def __init__(self, updaters: set[int], in_order: bool = False) -> None:
-        self.updaters = updaters
-        self.in_order = in_order
+        self.updaters, self.in_order = updaters, in_order
         self._entries: dict[Transfer, _Entry] = {}
 
     def __len__(self) -> int:

@@ -239,9 +239,8 @@ class Speculation:
     @defer_sigint
     def cancel(self) -> None:
         """Drop all updates."""
-        self._assumption = None
         self.data.updaters.discard(id(self))
-        started, self._started = self._started, {}
+        self._assumption, started, self._started = None, self._started, {}
         for index, update in started.items():
             update.speculator.drop(index)
 
