@@ -192,7 +192,7 @@ def no_wait_before_the_host_writes(monkeypatch):
 
     def ensure(self, *chunks, in_order=False):
         if any(chunk.device.writer is not None or not chunk.in_memory for chunk in chunks):
-            self.fetch(chunks)
+            self.cache.fetch(chunks)
 
     monkeypatch.setattr(ChunkManager, "ensure_in_memory", ensure)
 

@@ -122,10 +122,8 @@ class Watched(ChunkManager):
         super().__init__(*args, **options)
         allocate = self.device_tier.allocate
         self.device_tier.allocate = lambda chunk: (allocate(chunk), check_budgets(self, chunk))
-
-    def poll_transfers(self):
-        super().poll_transfers()
-        check_budgets(self)
+        poll_transfers = self.cache.poll_transfers
+        self.cache.poll_transfers = lambda: (poll_transfers(), check_budgets(self))
 
 
 class WatchedHost(HostTier):

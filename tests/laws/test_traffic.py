@@ -28,15 +28,17 @@ class RecordingManager(ChunkManager):
         self.clean_write_backs = []
         start_eviction = self.transfers.start_eviction
         self.transfers.start_eviction = lambda chunk, tier: (self.record(chunk), start_eviction(chunk, tier))
+        self.evict_to_host = self.cache.evict_to_host
+        self.cache.evict_to_host = self.recorded_eviction
 
     def record(self, chunk):
         if chunk.host.valid or chunk.disk.valid:
             self.clean_write_backs.append(chunk)
 
-    def _evict_to_host(self, chunk):
+    def recorded_eviction(self, chunk):
         clean = chunk.host.valid or chunk.disk.valid
         before = self.counters.d2h_bytes
-        evicted = super()._evict_to_host(chunk)
+        evicted = self.evict_to_host(chunk)
         if clean and self.counters.d2h_bytes != before:
             self.clean_write_backs.append(chunk)
         return evicted

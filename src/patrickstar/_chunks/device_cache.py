@@ -107,7 +107,7 @@ class DeviceCache:
             later -= chunk.nbytes
             if chunk in self._fetch_queue:
                 self._fetch_queue.remove(chunk)
-            self._make_room(chunk.nbytes, chunks, later, gently)  # it takes unused pages, which are trimmed below
+            self.device_tier.trim(self._make_room(chunk.nbytes, chunks, later, gently))  # it takes unused pages first
             self.with_retry(self.transfers.fetch, chunk, protect=chunks)
         for chunk in chunks:
             if chunk.device.writer is not None:
@@ -126,7 +126,7 @@ class DeviceCache:
         self.device_tier.trim(self._make_room(nbytes, protect, later_bytes, gently) - nbytes)
 
     def _make_room(self, nbytes: int, protect: Iterable[Chunk], later_bytes: int, gently: bool) -> int:
-        """Do the same, but leave the pages that no chunk uses; return the part of the soft limit left for chunks."""
+        """Do the same, but trim no unused pages; return the part of the soft limit left for chunks."""
         soft_chunkable = self.device_tier.soft_chunkable_bytes
         soft_limit = 0 if self.evict_everything else soft_chunkable
         queued = self._queued_bytes if self._fetch_queue else 0
