@@ -13,6 +13,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from patrickstar._chunks.chunk_manager import ChunkManager
+from patrickstar._hardware.sigint_gate import deferring_sigint
 
 MIN_OFFLOAD_BYTES = 4096
 """Smaller tensors are not offloaded: a transfer costs more than the memory that it saves."""
@@ -74,7 +75,7 @@ class ActivationOffload:
         chunk_storages = {chunk.storage._cdata for chunk in self.manager.chunks.values()}
 
         def pack(tensor: torch.Tensor) -> _DeviceActivation | _HostActivation:
-            with torch._C.DisableTorchFunctionSubclass():
+            with deferring_sigint(), torch._C.DisableTorchFunctionSubclass():
                 offloadable = (
                     tensor.layout is torch.strided and tensor.numel() * tensor.element_size() >= MIN_OFFLOAD_BYTES
                 )
@@ -91,7 +92,8 @@ class ActivationOffload:
                 return offloaded
 
         def unpack(saved: _DeviceActivation | _HostActivation) -> torch.Tensor:
-            return saved.tensor if isinstance(saved, _DeviceActivation) else saved.to_device()
+            with deferring_sigint():
+                return saved.tensor if isinstance(saved, _DeviceActivation) else saved.to_device()
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield

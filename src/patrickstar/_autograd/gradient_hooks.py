@@ -72,7 +72,7 @@ class GradientHooks:
             self._take(managed, param)
 
     def _take(self, managed: ManagedParam, param: torch.Tensor) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch._C.DisableTorchFunctionSubclass(), managing():
             grad, param.grad = param.grad, None
             if grad is None:  # autograd completes the gradient of a parameter whose operators gave none, too
                 return
@@ -88,7 +88,7 @@ class GradientHooks:
             if managed.on_host and managed.stays_on_host:
                 self.data.manager.count_transfer(managed.lookups_in_graph_bytes, to_device=False)
                 managed.lookups_in_graph_bytes = 0
-            self._accept(managed, grad)
+            self._move(managed, grad, complete=True)
 
     def on_lookup_gradient(self, managed: ManagedParam, grad: torch.Tensor | RowGradient, lookup_bytes: int) -> None:
         """Move the gradient of one lookup on the host into the chunk. See [Note: lookups on the host].
@@ -97,16 +97,9 @@ class GradientHooks:
             grad: Gradient of the whole weight, on the host.
             lookup_bytes: Bytes of the lookup's output.
         """
-        with self.lock, torch._C.DisableTorchFunctionSubclass():
+        with self.lock, torch._C.DisableTorchFunctionSubclass(), managing():
             managed.lookups_in_graph_bytes = max(0, managed.lookups_in_graph_bytes - lookup_bytes)
-            self._accept(managed, grad, complete=managed.lookups_in_graph_bytes == 0)
-
-    def _accept(self, managed: ManagedParam, grad: torch.Tensor | RowGradient, complete: bool = True) -> None:
-        if not torch.is_grad_enabled():
-            self._move(managed, grad, complete)
-            return
-        with managing():  # a backward with create_graph=True
-            self._move(managed, grad, complete)
+            self._move(managed, grad, complete=managed.lookups_in_graph_bytes == 0)
 
     def _move(self, managed: ManagedParam, grad: torch.Tensor | RowGradient, complete: bool) -> None:
         if not self.backward_depth and self.gradients.scaler.enabled:

@@ -24,6 +24,7 @@ from patrickstar._autograd.transforms import run_on_copies, version_of
 from patrickstar._autograd.windows import GraphSnapshot, HiddenNodes, Window
 from patrickstar._distributed.param_sharding import local_part
 from patrickstar._hardware.defer_sigint import defer_sigint
+from patrickstar._hardware.sigint_gate import deferring_sigint, interruptible
 from patrickstar._params.interception import adopt_parameter, adopt_view
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.memory_functions import EXPOSING, REPLACING, RESHAPING, UNVERSIONED, expose, versioned
@@ -161,14 +162,16 @@ class Interceptor:
                 with managing():
                     self._progress()
             return out
-        suspended = self.access(managed_params)
-        try:
-            out = self._run(func, args, kwargs, tensors, managed_params, held=False)
-        except BaseException:
-            self.end_uses(managed_params, suspended)
-            raise
-        self.end_operator(managed_params, suspended)
-        return out
+        with deferring_sigint():
+            suspended = self.access(managed_params)
+            try:
+                with interruptible():
+                    out = self._run(func, args, kwargs, tensors, managed_params, held=False)
+            except BaseException:
+                self.end_uses(managed_params, suspended)
+                raise
+            self.end_operator(managed_params, suspended)
+            return out
 
     def _operate_attribute(self, func: Callable[..., Any], args: Sequence[Any], managed: ManagedParam) -> Any:
         """Read or assign `grad`, or assign `data`."""
@@ -311,14 +314,15 @@ class Interceptor:
         """Hold a parameter on the device, as during an operator."""
         if managed.on_host:
             self.data.move_embedding_to_device(managed)
-        suspended = self.access((managed,))
-        try:
-            with managing():
-                yield
-        except BaseException:
-            self.end_uses((managed,), suspended)
-            raise
-        self.end_operator((managed,), suspended)
+        with deferring_sigint():
+            suspended = self.access((managed,))
+            try:
+                with managing():
+                    yield
+            except BaseException:
+                self.end_uses((managed,), suspended)
+                raise
+            self.end_operator((managed,), suspended)
 
     # Backward windows
 

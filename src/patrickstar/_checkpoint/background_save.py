@@ -3,6 +3,7 @@
 import warnings
 
 from patrickstar._distributed.process_group import Processes, explain_peer_failure
+from patrickstar._hardware.sigint_gate import deferring_sigint
 from patrickstar._params.model_data import ModelData
 from patrickstar.errors import CheckpointError
 
@@ -20,7 +21,9 @@ class BackgroundSave:
     def wait_or_raise(self) -> None:
         """Wait for the save in progress, if any. Raises CheckpointError if it failed."""
         saving = self.data.saving
-        if saving is not None:
+        if saving is None:
+            return
+        with deferring_sigint():
             try:
                 with explain_peer_failure(self.world):
                     saving.finish()
@@ -48,4 +51,5 @@ class BackgroundSave:
 
     def copy_all(self) -> None:
         if (saving := self.data.saving) is not None:
-            saving.copy_all()
+            with deferring_sigint():
+                saving.copy_all()

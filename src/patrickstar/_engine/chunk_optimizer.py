@@ -14,6 +14,7 @@ from patrickstar._autograd.module_hooks import WrappedMethod
 from patrickstar._engine.averaging import averaged
 from patrickstar._engine.core import EngineCore
 from patrickstar._engine.optimizer_state import OptimizerState
+from patrickstar._hardware.sigint_gate import interruption_point
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.shard_collectives import share_optimizer_extra
 from patrickstar._params.tensor_subclass import managed_param_of
@@ -156,6 +157,7 @@ class ChunkOptimizer(torch.optim.Optimizer):
         together = self._core.optimizer_step.together
         share_optimizer_extra(self._core.data.managed_params, self._core.world)
         for managed, position in positions.items():
+            interruption_point()
             if managed.steps:
                 absent = () if together is None else together.optimizer.absent(managed.name)
                 listed = [kind for kind in managed.state_kinds if kind not in absent]
@@ -245,6 +247,7 @@ class ChunkOptimizer(torch.optim.Optimizer):
         self._core.scaler.load_state_dict(state_dict.get("loss_scale", {}))
         absent = {}
         for position, values in states.items():
+            interruption_point()
             managed = by_position[position]
             managed.steps = int(values.get("step", 1))
             listed = [kind for kind in managed.state_kinds if together is None or _is_listed(managed, values.get(kind))]

@@ -36,6 +36,7 @@ from patrickstar._engine.param_init import (
 from patrickstar._engine.teardown import release
 from patrickstar._hardware.direct_io import PAGE_BYTES
 from patrickstar._hardware.memory_meter import Meter
+from patrickstar._hardware.sigint_gate import interruptible
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.torch_optim_adapter import import_compiler
 from patrickstar._layout.chunk_mapping import Layout
@@ -378,7 +379,9 @@ class EngineCore:
             inputs, self._inputs = self._inputs, None
             self.tracer.discard_iteration()
             if isinstance(error, BudgetError) and inputs is not None and self._explain_refusal is not None:
-                raise self._explain_refusal(self, inputs, error) from error
+                with interruptible():
+                    refusal = self._explain_refusal(self, inputs, error)
+                raise refusal from error
             if is_out_of_memory(error):
                 raise explain("an operator", self.data, error) from error
             raise

@@ -6,6 +6,7 @@ from functools import partial
 import torch
 
 from patrickstar._hardware.defer_sigint import defer_sigint
+from patrickstar._hardware.sigint_gate import interruption_point
 from patrickstar._hardware.transfer import Transfer
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.update_rule import Rule
@@ -136,6 +137,7 @@ class DelayedUpdates:
     def publish_all(self) -> None:
         """Make the newest parameters those that operators read. All updates have ended."""
         for managed in self.data.managed_params:
+            interruption_point()
             self._publish(managed)
         self.data.update_param_views()
 

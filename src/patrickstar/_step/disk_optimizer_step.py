@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 
 from patrickstar._hardware.defer_sigint import defer_sigint
+from patrickstar._hardware.sigint_gate import interruption_point, uninterruptible
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.update_rule import Rule, Span
 from patrickstar._params.managed_param import ManagedParam
@@ -149,18 +150,21 @@ class DiskOptimizerStep:
             self._update(queued[0])
             self.read_ahead.start(self._updates)
 
-    def finish(self, indices: Iterable[int] | None = None) -> None:
-        """Wait until these chunks are updated (default: all, and until every page is written back)."""
-        wanted = self.unfinished if indices is None else self.unfinished & set(indices)
-        if wanted:
-            if indices is not None:
-                read = {pages.owner.index for pages in self._queued() if pages.ready}
-                self.late |= wanted - read
-            self.reorder(lambda index: index not in wanted)
-        self._update_until(lambda: not wanted & self.unfinished, wanted)
-        if indices is None:
-            self.staging_pool.wait([write for pages in self.staging_pool.live for write in pages.writes])
-            self.staging_pool.collect()
+    def finish(self, indices: Iterable[int]) -> None:
+        """Wait until these chunks are updated."""
+        wanted = self.unfinished & set(indices)
+        if not wanted:
+            return
+        self.late |= wanted - {pages.owner.index for pages in self._queued() if pages.ready}
+        with uninterruptible():
+            self.finish_pages(wanted, lambda: not wanted & self.unfinished)
+
+    def finish_all(self) -> None:
+        """Wait until all chunks are updated, and every page is written back."""
+        wanted = self.unfinished
+        self.finish_pages(wanted, lambda: not wanted & self.unfinished)
+        self.staging_pool.wait([write for pages in self.staging_pool.live for write in pages.writes])
+        self.staging_pool.collect()
 
     def finish_pages(self, indices: Collection[int], ended: Callable[[], bool]) -> None:
         """Update pages, those of these chunks first, until `ended` returns True or none is left."""
@@ -170,6 +174,7 @@ class DiskOptimizerStep:
     def _update_until(self, ended: Callable[[], bool], first: Collection[int]) -> None:
         """Update pages in the order of the queue; begin with those of chunks `first` while others run."""
         while self._updates and not ended():
+            interruption_point()
             self.read_ahead.start(self._updates)
             queued = self._queued()
             if queued and (queued[0].owner.index in first or not self._running):

@@ -10,6 +10,7 @@ import torch
 
 from patrickstar._hardware.defer_sigint import defer_sigint
 from patrickstar._hardware.direct_io import PAGE_BYTES
+from patrickstar._hardware.sigint_gate import interruption_point
 from patrickstar._hardware.transfer import Transfer
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._params.managed_param import ManagedParam
@@ -123,6 +124,7 @@ class LockFreeUpdates:
         """Begin a step: end the updates that run, and those that may not wait any longer. Raises TrainingError."""
         self._end_running()
         for index in list(self._on_host):
+            interruption_point()
             self._end_or_withdraw(index, step)
         if self._in_progress:
             return  # it goes on after an interruption
@@ -351,7 +353,7 @@ class LockFreeUpdates:
     def complete(self) -> None:
         """Make all updates for which there are gradients."""
         if self._disk_step is not None:
-            self._disk_step.finish()
+            self._disk_step.finish_all()
         for update in list(self._on_host.values()):
             self._running.finish_one(update.running)
         self._update_all(by_chunk(self.buffer.pending()))
@@ -359,6 +361,7 @@ class LockFreeUpdates:
     def publish_all(self) -> None:
         """Make the newest parameters those that operators read. All updates have ended."""
         for managed in self.data.managed_params:
+            interruption_point()
             self._publish(managed)
         self.data.update_param_views()
         self._end_flush()

@@ -7,6 +7,7 @@ from typing import Any
 
 from patrickstar._hardware.defer_sigint import defer_sigint
 from patrickstar._hardware.profiler_range import profiler_range
+from patrickstar._hardware.sigint_gate import interruption_point
 from patrickstar._hardware.transfer import Transfer
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.update_rule import Rule
@@ -117,6 +118,7 @@ class OptimizerStep:
         if lock_free is not None:
             lock_free.begin_step(self.steps)
         for index in indices:
+            interruption_point()
             if not self.is_late:
                 self.update_chunk(index, group_of, scales)
             elif lock_free is None:
@@ -224,7 +226,7 @@ class OptimizerStep:
             if self.lock_free is not None:
                 self.lock_free.complete()
             if self.disk_step is not None:
-                self.disk_step.finish()
+                self.disk_step.finish_all()
         elif self.running or self.disk_step is not None:
             chunks = [managed.shard_chunk for managed in managed_params]
             for chunk in chunks:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from patrickstar._hardware.defer_sigint import defer_sigint
+from patrickstar._hardware.sigint_gate import interruption_point
 from patrickstar._hardware.transfer import Transfer
 from patrickstar._tiers.chunk import Chunk, Copy
 
@@ -139,6 +140,7 @@ class RunningUpdates:
         """Finish all updates. Raises the error of the first that failed, once all have ended."""
         errors = []
         while self._entries:
+            interruption_point()
             try:
                 self.finish_first()
             except Exception as error:
