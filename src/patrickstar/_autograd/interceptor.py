@@ -23,7 +23,6 @@ from patrickstar._autograd.timed_product import TimedProduct
 from patrickstar._autograd.transforms import run_on_copies, version_of
 from patrickstar._autograd.windows import GraphSnapshot, HiddenNodes, Window
 from patrickstar._distributed.param_sharding import local_part
-from patrickstar._hardware.defer_sigint import defer_sigint
 from patrickstar._hardware.sigint_gate import deferring_sigint, interruptible
 from patrickstar._params.interception import adopt_parameter, adopt_view
 from patrickstar._params.managed_param import ManagedParam
@@ -334,7 +333,6 @@ class Interceptor:
         with self.lock:
             self._enter(window)
 
-    @defer_sigint
     def _enter(self, window: Window) -> None:
         if window is self.window:
             return
@@ -368,7 +366,6 @@ class Interceptor:
             finally:
                 self.lock.end_backward(holds)
 
-    @defer_sigint
     def end_backward(self) -> None:
         """End a backward: close the open window."""
         with torch._C.DisableTorchFunctionSubclass(), managing():

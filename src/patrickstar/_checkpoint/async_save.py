@@ -20,7 +20,6 @@ from patrickstar._checkpoint.save_planner import (
     saved_kinds,
 )
 from patrickstar._checkpoint.storage_writer import CheckpointWriter
-from patrickstar._hardware.defer_sigint import defer_sigint
 from patrickstar._hardware.job_queue import WorkerThread
 from patrickstar._hardware.profiler_range import profiler_range
 from patrickstar._hardware.sigint_gate import interruptible, interruption_point, uninterruptible
@@ -159,7 +158,6 @@ class AsyncSave:
         if self.error is not None:
             raise self.error
 
-    @defer_sigint
     def cancel(self, why: str) -> None:
         """Stop reading chunks; discard the checkpoint unless all bytes were copied."""
         if not self.copied:
@@ -174,7 +172,6 @@ class AsyncSave:
             if not slices:
                 yield shard, slice(0, 0), True
 
-    @defer_sigint
     def _copy_next(self) -> None:
         if self._file is None:  # the save thread failed before it created the file
             self._end(self.error)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 import torch
 
 from patrickstar._chunks.transfers import ChunkTransfers
-from patrickstar._hardware.defer_sigint import defer_sigint
 from patrickstar._layout.byte_size import format_size
 from patrickstar._layout.schema import PARAM16
 from patrickstar._schedule.eviction import EvictionPolicy, ListOrder
@@ -85,7 +84,6 @@ class DeviceEviction:
             self._evict_until(nbytes, soft_limit, set(protect), later_bytes, gently)
         self.device_tier.trim(soft_chunkable - nbytes)
 
-    @defer_sigint
     def _evict_until(self, nbytes: int, soft_limit: int, protected: set[Chunk], later_bytes: int, gently: bool) -> None:
         evictable = self._evictable(protected)
         self._evict_params(evictable, soft_limit - nbytes)
@@ -109,7 +107,6 @@ class DeviceEviction:
         if self.device_tier.used + nbytes > self.device_tier.chunkable_bytes:
             self._raise_device_budget(nbytes + later_bytes, protected)
 
-    @defer_sigint
     def evict_idle(self, nbytes: int, protect: Iterable[Chunk]) -> None:
         """Evict `param16` chunks that nothing uses until `nbytes` more fit into the budget, or none is left.
 
@@ -207,7 +204,6 @@ class DeviceEviction:
                 f"fragmentation, or end other programs that use this device. PyTorch error: {error}"
             ) from error
 
-    @defer_sigint
     def free_memory(self, nbytes: int | None = None, protect: Iterable[Chunk] = ()) -> None:
         """Evict idle `param16` chunks of `nbytes` (default: all) and empty the allocator's cache after an OOM error."""
         protected = set(protect)
@@ -295,7 +291,6 @@ class DeviceEviction:
             self.transfers.evict_now(chunk)
         return True
 
-    @defer_sigint
     def exchange(self, chunk: Chunk, other: Chunk) -> bool:
         """Exchange the contents of a chunk in memory and of one on the host, by exchanging their memory there.
 

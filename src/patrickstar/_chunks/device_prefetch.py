@@ -6,7 +6,6 @@ from collections.abc import Iterable
 import torch
 
 from patrickstar._chunks.device_eviction import DeviceEviction
-from patrickstar._hardware.defer_sigint import defer_sigint
 from patrickstar._schedule.prefetch import PrefetchPolicy
 from patrickstar._tiers.chunk import Chunk
 
@@ -23,7 +22,6 @@ class DevicePrefetch(DeviceEviction):
         if ahead or self._fetch_queue or self.transfers.in_flight:
             self._poll_transfers()
 
-    @defer_sigint
     def _poll_transfers(self) -> None:
         self.transfers.complete_finished()
         if self.prefetch_policy is None or self.evict_everything:
@@ -99,7 +97,6 @@ class DevicePrefetch(DeviceEviction):
             for index in move.evict:
                 self._evict(self.param16[index])
 
-    @defer_sigint
     def cancel_prefetch(self) -> None:
         """Stop prefetching: the plan is over. Queued fetches that have room start, after updates of their chunks."""
         self.prefetch_policy = None

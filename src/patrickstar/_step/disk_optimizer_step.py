@@ -3,7 +3,6 @@
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 
-from patrickstar._hardware.defer_sigint import defer_sigint
 from patrickstar._hardware.sigint_gate import interruption_point, uninterruptible
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.update_rule import Rule, Span
@@ -60,7 +59,6 @@ class DiskOptimizerStep:
         begun = [update for update in (*self._aborted, *self._updates) if update.updated]
         return [managed.name for update in begun if not update.home.speculative for managed in update.rules]
 
-    @defer_sigint
     def submit(
         self,
         index: int,
@@ -108,7 +106,6 @@ class DiskOptimizerStep:
         """Return whether an update is in the queue and not complete."""
         return update in self._updates and not update.complete
 
-    @defer_sigint
     def remove(self, update: DiskUpdate) -> None:
         """Remove an update from the queue. Pages that are read and not updated yet serve later updates."""
         if update in self._updates:
@@ -133,7 +130,6 @@ class DiskOptimizerStep:
 
         self._updates.sort(key=rank)
 
-    @defer_sigint
     def progress(self) -> None:
         """Update the pages whose reads have finished, and start the next reads; never wait for the disk."""
         if not self.read_ahead.enabled:
@@ -192,7 +188,6 @@ class DiskOptimizerStep:
         """Wait for the updates that the worker thread runs; others stay deferred."""
         self._running.finish()
 
-    @defer_sigint
     def cancel_running(self) -> None:
         """Cancel the updates of the worker thread that have not begun, and wait for the one that has."""
         self._running.clear()
@@ -200,7 +195,6 @@ class DiskOptimizerStep:
             if pages.update is not None:
                 pages.update.cancel()
 
-    @defer_sigint
     def _abort(self, error: BaseException) -> None:
         """Drop all queued updates, and reset their parameters to the rounded masters, updated or not."""
         managed_params = [
@@ -240,7 +234,6 @@ class DiskOptimizerStep:
         rank = {update: number for number, update in enumerate(self._updates)}
         return sorted(queued, key=lambda pages: (rank[pages.owner], pages.first))
 
-    @defer_sigint
     def _update(self, pages: PageSet) -> None:
         """Update the elements of a page set and start to write it back; beside an accelerator, only start to update."""
         update = pages.owner
@@ -280,7 +273,6 @@ class DiskOptimizerStep:
         self.staging_pool.keep_until(EndOfUpdate(pages.update, repr(owner.param16)))
         self._running.add(pages.update, chunks, partial(self._finish, pages))
 
-    @defer_sigint
     def _finish(self, pages: PageSet) -> None:
         """Wait for the update of a page set, and start to write it back."""
         try:
