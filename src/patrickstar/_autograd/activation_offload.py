@@ -55,7 +55,7 @@ class _HostActivation:
         return flat.as_strided(self.meta.shape, self.meta.stride(), flat.storage_offset())
 
     def to_device(self) -> torch.Tensor:
-        with self.manager.io_dispatch.stalled(OFFLOADED):
+        with deferring_sigint(), self.manager.io_dispatch.stalled(OFFLOADED):
             tensor = torch.empty_like(self.meta, device=self.device)
             tensor.copy_(self._host_view(self.manager), non_blocking=True)
             self._issued(to_device=True)
@@ -92,8 +92,7 @@ class ActivationOffload:
                 return offloaded
 
         def unpack(saved: _DeviceActivation | _HostActivation) -> torch.Tensor:
-            with deferring_sigint():
-                return saved.tensor if isinstance(saved, _DeviceActivation) else saved.to_device()
+            return saved.tensor if isinstance(saved, _DeviceActivation) else saved.to_device()
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield

@@ -34,10 +34,7 @@ class EngineCloser:
 
     @contextmanager
     def close_on_data_loss(self) -> Iterator[None]:
-        """Lock the engine and let Ctrl-C wait.
-
-        If a failed disk or thread has lost bytes of chunks, free everything and close the engine.
-        """
+        """Lock the engine and let Ctrl-C wait; close it if a failed disk or thread has lost bytes of chunks."""
         try:
             with deferring_sigint(), self.lock:
                 yield

@@ -136,9 +136,7 @@ class AsyncSave:
         """Copy while `needed` returns true for the next shard; wait for the disk where necessary."""
         while not self.copied and self._next is not None and needed(self._next[0]):
             interruption_point()
-            while not self._ready.wait(POLL_S) and not self.done:
-                interruption_point()
-            if not self.copied:
+            if self._ready.wait(POLL_S) and not self.copied:
                 self._copy_next()
 
     def _release_chunks(self) -> None:

@@ -3,7 +3,6 @@
 import warnings
 
 from patrickstar._distributed.process_group import Processes, explain_peer_failure
-from patrickstar._hardware.sigint_gate import deferring_sigint
 from patrickstar._params.model_data import ModelData
 from patrickstar.errors import CheckpointError
 
@@ -20,10 +19,7 @@ class BackgroundSave:
 
     def wait_or_raise(self) -> None:
         """Wait for the save in progress, if any. Raises CheckpointError if it failed."""
-        saving = self.data.saving
-        if saving is None:
-            return
-        with deferring_sigint():
+        if (saving := self.data.saving) is not None:
             try:
                 with explain_peer_failure(self.world):
                     saving.finish()
@@ -36,8 +32,7 @@ class BackgroundSave:
 
     def poll(self) -> None:
         """Finish a save that has ended; a failure is a warning, and training continues."""
-        saving = self.data.saving
-        if saving is not None and saving.done:
+        if (saving := self.data.saving) is not None and saving.done:
             self.wait()
 
     def wait(self) -> bool:
@@ -51,5 +46,4 @@ class BackgroundSave:
 
     def copy_all(self) -> None:
         if (saving := self.data.saving) is not None:
-            with deferring_sigint():
-                saving.copy_all()
+            saving.copy_all()

@@ -13,7 +13,6 @@ import torch
 from patrickstar._checkpoint.atomic_dir import AtomicDir
 from patrickstar._checkpoint.direct_writer import write_error
 from patrickstar._checkpoint.safetensors_file import DENSE_ADVICE, DTYPES, SafetensorsFile, TensorEntry
-from patrickstar._hardware.sigint_gate import interruption_point
 from patrickstar._kernels.rounding import rounded
 from patrickstar._layout.byte_size import parse_size
 from patrickstar._params.managed_param import ManagedParam
@@ -163,7 +162,6 @@ def _values(state: ModelState, item: ExportItem) -> Iterator[torch.Tensor]:
         return
     for piece in state.pieces(item.source):
         for part in piece.split(_ROUNDED_NUMEL):
-            interruption_point()
             yield rounded(part, item.entry.dtype)
 
 

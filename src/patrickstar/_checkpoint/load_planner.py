@@ -14,7 +14,6 @@ from patrickstar._checkpoint.save_planner import chunk_of, delayed_name_of, list
 from patrickstar._checkpoint.shard_box import ShardBox, boxes_in
 from patrickstar._checkpoint.storage_reader import narrowed
 from patrickstar._hardware.direct_io import PAGE_BYTES
-from patrickstar._hardware.sigint_gate import interruption_point
 from patrickstar._layout.schema import PARAM16
 from patrickstar._layout.shard_geometry import Box, listed, memory_order, uncovered
 from patrickstar._params.managed_param import ManagedParam
@@ -98,7 +97,6 @@ class ShardLoadPlanner(LoadPlanner):
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         """Return the tensor to read into: a view of the chunk where possible, else a buffer."""
-        interruption_point()
         target = self._targets[_key(read_item.dest_index)]
         whole = self._in_place(target)
         if whole is not None:

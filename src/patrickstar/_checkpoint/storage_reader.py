@@ -90,6 +90,7 @@ class CheckpointReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the items of the plan in file order."""
         for item in sorted(plan.items, key=lambda item: self._file_offset(item)):
+            interruption_point()
             source = self._sources[item.storage_index]
             if item.type is LoadItemType.BYTE_IO:
                 planner.load_bytes(item, io.BytesIO(self._bytes(source)))

@@ -157,7 +157,6 @@ class ChunkOptimizer(torch.optim.Optimizer):
         together = self._core.optimizer_step.together
         share_optimizer_extra(self._core.data.managed_params, self._core.world)
         for managed, position in positions.items():
-            interruption_point()
             if managed.steps:
                 absent = () if together is None else together.optimizer.absent(managed.name)
                 listed = [kind for kind in managed.state_kinds if kind not in absent]
@@ -187,7 +186,6 @@ class ChunkOptimizer(torch.optim.Optimizer):
         self._core.check_open()
         self._core.optimizer_in_backward.check_inactive("loading a state")
         self._core.complete()
-        self._core.background_save.copy_all()
         saved = state_dict["param_groups"]
         sizes = [len(group["params"]) for group in saved]
         if sizes != [len(group["params"]) for group in self.param_groups]:
@@ -201,6 +199,7 @@ class ChunkOptimizer(torch.optim.Optimizer):
                 f"the saved optimizer used {sorted(switches)}, which this optimizer does not; nothing was loaded"
             )
         with self._core.close_on_data_loss():
+            self._core.background_save.copy_all()
             self._load(state_dict, saved)
 
     def _load(self, state_dict: dict[str, Any], saved: list[dict[str, Any]]) -> None:

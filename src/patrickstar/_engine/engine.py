@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,9 +23,6 @@ from patrickstar._params.precision import cast_inputs
 from patrickstar._schedule.coordination import Request
 from patrickstar.config import Config
 from patrickstar.errors import ModelError, TrainingError
-
-if TYPE_CHECKING:
-    pass  # imported on first use
 
 
 class Engine(EngineView, EngineState):

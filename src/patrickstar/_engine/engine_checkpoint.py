@@ -343,8 +343,6 @@ class EngineCheckpoint:
         for name, value in common.extra.items():
             core.module.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
 
-    # Collective operations
-
 
 def _kind_of(optimizer: Optimizer) -> str:
     """Return the name of the optimizer's class; of the wrapped class for a torch optimizer."""

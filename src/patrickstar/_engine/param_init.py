@@ -11,7 +11,7 @@ from patrickstar._autograd.interceptor import Interceptor
 from patrickstar._chunks.chunk_manager import ChunkManager
 from patrickstar._distributed.param_sharding import ParamSharding, local_part
 from patrickstar._engine.shared_memory import check_memory
-from patrickstar._hardware.sigint_gate import interruptible, interruption_point
+from patrickstar._hardware.sigint_gate import interruptible
 from patrickstar._layout.chunk_mapping import ChunkSpec, Layout, ParamSpec, build_layout
 from patrickstar._layout.chunk_size_search import search_layout
 from patrickstar._layout.schema import NODE16, PARAM16, PARAM32, SHARD16, ParamSchema, schema_for
@@ -206,7 +206,6 @@ def move_params(
     for spec in layout.chunks:
         chunk = create_chunks(spec, placement[spec.index], manager)
         for name in spec.params:
-            interruption_point()
             param = by_name[name]
             location, first = layout.local_location(name)
             part = local_part(param)

@@ -11,6 +11,7 @@ from patrickstar._chunks.tracer import Tracer
 from patrickstar._distributed.chunk_comm import ChunkComm
 from patrickstar._distributed.process_group import Processes
 from patrickstar._hardware.profiler_range import profiler_range
+from patrickstar._hardware.sigint_gate import deferring_sigint
 from patrickstar._layout.schema import GRAD32, PARAM16, PARAM32
 from patrickstar._params.local_shards import LocalShards, follow_written
 from patrickstar._params.managed_param import ManagedParam, profiled_names
@@ -126,9 +127,10 @@ class ModelData(LocalShards, ProcessHooks):
 
     def move_embedding_to_device(self, managed: ManagedParam) -> None:
         """Disable host lookups of an embedding, since an operator other than a lookup reads its weight."""
-        managed.on_host = False
-        self.tracer.invalidate()
-        self.set_param_views([managed.chunk])
+        with deferring_sigint():
+            managed.on_host = False
+            self.tracer.invalidate()
+            self.set_param_views([managed.chunk])
 
     # Checkpoint in progress, if any
 

@@ -39,6 +39,7 @@ class ModelState:
 
         If this rank's shard can't be read, NaN is gathered in its place and the error is raised.
         """
+        interruption_point()
         if not managed.parts:
             return self.read_local(managed, kind, out)
         return self.data.assemble(managed, self.read_local(managed, kind), out)
@@ -87,6 +88,7 @@ class ModelState:
         """
         if managed.row_major and self.data.world.size == 1:
             for _, part in self.data.parts(managed, managed.full_kind) if managed.numel else ():
+                interruption_point()
                 yield part
         else:
             yield self.full_precision(managed).contiguous().view(-1)
@@ -101,7 +103,6 @@ class ModelState:
         values: dict[ManagedParam, torch.Tensor] = {}
         state = {}
         for name, tensor in entries.items():
-            interruption_point()
             managed = managed_param_of(tensor)
             if managed is None:
                 is_tensor = isinstance(tensor, torch.Tensor)
