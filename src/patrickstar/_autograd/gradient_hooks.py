@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from patrickstar._autograd.engine_lock import EngineLock
+from patrickstar._hardware.sigint_gate import deferring_sigint
 from patrickstar._params.managed_param import ManagedParam
-from patrickstar._params.model_data import ModelData
 from patrickstar._params.modes import managing
 from patrickstar._params.row_gradient import RowGradient
 from patrickstar._step.gradients import Gradients
@@ -24,7 +24,7 @@ class GradientHooks:
     """Moves gradients that autograd has completed into the chunks of one engine."""
 
     def __init__(self, gradients: Gradients, optimizer_in_backward: OptimizerInBackward, lock: EngineLock) -> None:
-        self.data: ModelData = gradients.data
+        self.data = gradients.data
         self.lock = lock
         self.optimizer_in_backward = optimizer_in_backward
         self.gradients = gradients
@@ -72,7 +72,7 @@ class GradientHooks:
             self._take(managed, param)
 
     def _take(self, managed: ManagedParam, param: torch.Tensor) -> None:
-        with torch._C.DisableTorchFunctionSubclass(), managing():
+        with torch._C.DisableTorchFunctionSubclass(), managing() if torch.is_grad_enabled() else deferring_sigint():
             grad, param.grad = param.grad, None
             if grad is None:  # autograd completes the gradient of a parameter whose operators gave none, too
                 return

@@ -108,13 +108,15 @@ class interruptible(deferring_sigint):
     """Context of the user's code inside the engine's: Ctrl-C takes effect at once."""
 
     __slots__ = ()
-    _inside = OPEN
 
     def __enter__(self) -> None:
         self._before = None
         if GATE.thread == get_ident():
-            interruption_point()
-            super().__enter__()
+            if GATE.deferred is not None and GATE.position == SHUT:
+                GATE.raise_deferred()
+            self._before = GATE.position
+            if self._before != LOCKED:
+                GATE.position = OPEN
 
 
 def interruption_point() -> None:
