@@ -81,7 +81,7 @@ def test_who_waits_for_a_buffer_sleeps(engine, slow_writes):
     steps(engine, 2)
     pages = sum(len(update.pages) for update in pipeline._updates)
     with mock.patch.object(pipeline.read_ahead, "start", wraps=pipeline.read_ahead.start) as read_ahead:
-        pipeline.finish()
+        pipeline.finish_all()
     assert 0 < read_ahead.call_count <= 3 * pages
 
 
@@ -94,13 +94,13 @@ def test_reads_that_were_interrupted_are_made_up_for(engine):
     interrupted = pipeline._queued()[0]
     pipeline.staging_pool.wait(interrupted.reads)
     interrupted.reads.clear()
-    pipeline.finish()
+    pipeline.finish_all()
     assert len(interrupted.reads) == len(interrupted.lists)
 
 
 def test_after_the_last_update_every_page_is_on_disk(engine, slow_writes):
     steps(engine, 2)
-    disk_step_of(engine).finish()
+    disk_step_of(engine).finish_all()
     assert not any(chunk.disk.has_writes for chunk in manager_of(engine).chunks.values())
 
 

@@ -61,7 +61,7 @@ def updates_in_progress(engine: ps.Engine, tier: Tier = Tier.DEVICE) -> Iterator
     for _ in range(3):
         backward(engine)
         engine.optimizer.step()
-    pipeline.finish()
+    pipeline.finish_all()
     backward(engine)
     manager = manager_of(engine)
     manager.move_to_tier(manager.param16[0], tier)
@@ -184,7 +184,7 @@ def test_a_chunk_on_its_way_to_the_host_is_updated_there(tmp_path):
                     assert manager.free_host(chunk.nbytes) and manager.cache.ensure_host_block(chunk)
                     manager.transfers.start_eviction(chunk, Tier.HOST)
                 engine.optimizer.step()
-                pipeline.finish()
+                pipeline.finish_all()
                 assert chunk.device.valid is not evict
                 engine.optimizer.zero_grad()
             results.append(engine.state_dict())

@@ -13,6 +13,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from patrickstar._chunks.chunk_manager import ChunkManager
+from patrickstar._hardware.sigint_gate import deferring_sigint
 
 MIN_OFFLOAD_BYTES = 4096
 """Smaller tensors are not offloaded: a transfer costs more than the memory that it saves."""
@@ -54,7 +55,7 @@ class _HostActivation:
         return flat.as_strided(self.meta.shape, self.meta.stride(), flat.storage_offset())
 
     def to_device(self) -> torch.Tensor:
-        with self.manager.io_dispatch.stalled(OFFLOADED):
+        with deferring_sigint(), self.manager.io_dispatch.stalled(OFFLOADED):
             tensor = torch.empty_like(self.meta, device=self.device)
             tensor.copy_(self._host_view(self.manager), non_blocking=True)
             self._issued(to_device=True)
@@ -74,7 +75,7 @@ class ActivationOffload:
         chunk_storages = {chunk.storage._cdata for chunk in self.manager.chunks.values()}
 
         def pack(tensor: torch.Tensor) -> _DeviceActivation | _HostActivation:
-            with torch._C.DisableTorchFunctionSubclass():
+            with deferring_sigint(), torch._C.DisableTorchFunctionSubclass():
                 offloadable = (
                     tensor.layout is torch.strided and tensor.numel() * tensor.element_size() >= MIN_OFFLOAD_BYTES
                 )

@@ -32,4 +32,4 @@ def hold_for_address(interceptor: Any, managed_params: Sequence[ManagedParam]) -
         with managing():
             belongs = torch.is_grad_enabled() or interceptor.in_backward
             data.access(interceptor.addressed, belongs, gently=interceptor.in_backward)
-        interceptor.end_uses(interceptor.addressed)
+            interceptor.end_uses(interceptor.addressed)

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from patrickstar._autograd.engine_lock import EngineLock
+from patrickstar._hardware.sigint_gate import deferring_sigint
 from patrickstar._step.optimizer_in_backward import OptimizerInBackward
 from patrickstar.errors import DiskError, MoveError, PeerError
 
@@ -33,9 +34,9 @@ class EngineCloser:
 
     @contextmanager
     def close_on_data_loss(self) -> Iterator[None]:
-        """Lock the engine; free everything and close it if a failed disk or thread has lost bytes of chunks."""
+        """Lock the engine and let Ctrl-C wait; close it if a failed disk or thread has lost bytes of chunks."""
         try:
-            with self.lock:
+            with deferring_sigint(), self.lock:
                 yield
         except (DiskError, MoveError) as error:
             self.close_engine(error)

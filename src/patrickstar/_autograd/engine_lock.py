@@ -10,6 +10,7 @@ from types import TracebackType
 
 import torch
 
+from patrickstar._hardware.sigint_gate import interruption_point
 from patrickstar.errors import TrainingError
 
 # [Note: threads]
@@ -124,6 +125,7 @@ class EngineLock:
             seen, moved_s = self._position(), time.monotonic()
             while (self.owner or self._queue[0] != me) and not self._holder_waits_for_me():
                 self._changed.wait(POLL_S)
+                interruption_point()
                 now = self._position()
                 if now != seen:
                     seen, moved_s = now, time.monotonic()

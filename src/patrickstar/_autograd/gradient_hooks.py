@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from patrickstar._autograd.engine_lock import EngineLock
+from patrickstar._hardware.sigint_gate import deferring_sigint
 from patrickstar._params.managed_param import ManagedParam
-from patrickstar._params.model_data import ModelData
 from patrickstar._params.modes import managing
 from patrickstar._params.row_gradient import RowGradient
 from patrickstar._step.gradients import Gradients
@@ -24,7 +24,7 @@ class GradientHooks:
     """Moves gradients that autograd has completed into the chunks of one engine."""
 
     def __init__(self, gradients: Gradients, optimizer_in_backward: OptimizerInBackward, lock: EngineLock) -> None:
-        self.data: ModelData = gradients.data
+        self.data = gradients.data
         self.lock = lock
         self.optimizer_in_backward = optimizer_in_backward
         self.gradients = gradients
@@ -72,7 +72,7 @@ class GradientHooks:
             self._take(managed, param)
 
     def _take(self, managed: ManagedParam, param: torch.Tensor) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch._C.DisableTorchFunctionSubclass(), managing() if torch.is_grad_enabled() else deferring_sigint():
             grad, param.grad = param.grad, None
             if grad is None:  # autograd completes the gradient of a parameter whose operators gave none, too
                 return
@@ -88,7 +88,7 @@ class GradientHooks:
             if managed.on_host and managed.stays_on_host:
                 self.data.manager.count_transfer(managed.lookups_in_graph_bytes, to_device=False)
                 managed.lookups_in_graph_bytes = 0
-            self._accept(managed, grad)
+            self._move(managed, grad, complete=True)
 
     def on_lookup_gradient(self, managed: ManagedParam, grad: torch.Tensor | RowGradient, lookup_bytes: int) -> None:
         """Move the gradient of one lookup on the host into the chunk. See [Note: lookups on the host].
@@ -97,16 +97,9 @@ class GradientHooks:
             grad: Gradient of the whole weight, on the host.
             lookup_bytes: Bytes of the lookup's output.
         """
-        with self.lock, torch._C.DisableTorchFunctionSubclass():
+        with self.lock, torch._C.DisableTorchFunctionSubclass(), managing():
             managed.lookups_in_graph_bytes = max(0, managed.lookups_in_graph_bytes - lookup_bytes)
-            self._accept(managed, grad, complete=managed.lookups_in_graph_bytes == 0)
-
-    def _accept(self, managed: ManagedParam, grad: torch.Tensor | RowGradient, complete: bool = True) -> None:
-        if not torch.is_grad_enabled():
-            self._move(managed, grad, complete)
-            return
-        with managing():  # a backward with create_graph=True
-            self._move(managed, grad, complete)
+            self._move(managed, grad, complete=managed.lookups_in_graph_bytes == 0)
 
     def _move(self, managed: ManagedParam, grad: torch.Tensor | RowGradient, complete: bool) -> None:
         if not self.backward_depth and self.gradients.scaler.enabled:

@@ -23,7 +23,7 @@ from patrickstar._autograd.timed_product import TimedProduct
 from patrickstar._autograd.transforms import run_on_copies
 from patrickstar._autograd.windows import GraphSnapshot, HiddenNodes, Window
 from patrickstar._distributed.param_sharding import local_part
-from patrickstar._hardware.defer_sigint import defer_sigint
+from patrickstar._hardware.sigint_gate import deferring_sigint, interruptible
 from patrickstar._params.interception import adopt_parameter, adopt_view
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.memory_functions import EXPOSING, REPLACING, RESHAPING, UNVERSIONED, expose, versioned
@@ -162,14 +162,16 @@ class Interceptor:
                 with managing():
                     self._progress()
             return out
-        suspended = self.access(managed_params)
-        try:
-            out = self._run(func, args, kwargs, tensors, managed_params, held=False)
-        except BaseException:
-            self.end_uses(managed_params, suspended)
-            raise
-        self.end_operator(managed_params, suspended)
-        return out
+        with deferring_sigint():
+            suspended = self.access(managed_params)
+            try:
+                with interruptible():
+                    out = self._run(func, args, kwargs, tensors, managed_params, held=False)
+            except BaseException:
+                self.end_uses(managed_params, suspended)
+                raise
+            self.end_operator(managed_params, suspended)
+            return out
 
     def _operate_attribute(self, func: Callable[..., Any], args: Sequence[Any], managed: ManagedParam) -> Any:
         """Read or assign `grad`, or assign `data`."""
@@ -314,14 +316,15 @@ class Interceptor:
         """Hold a parameter on the device, as during an operator."""
         if managed.on_host:
             self.data.move_embedding_to_device(managed)
-        suspended = self.access((managed,))
-        try:
-            with managing():
-                yield
-        except BaseException:
-            self.end_uses((managed,), suspended)
-            raise
-        self.end_operator((managed,), suspended)
+        with deferring_sigint():
+            suspended = self.access((managed,))
+            try:
+                with managing():
+                    yield
+            except BaseException:
+                self.end_uses((managed,), suspended)
+                raise
+            self.end_operator((managed,), suspended)
 
     # Backward windows
 
@@ -333,7 +336,6 @@ class Interceptor:
         with self.lock:
             self._enter(window)
 
-    @defer_sigint
     def _enter(self, window: Window) -> None:
         if window is self.window:
             return
@@ -367,7 +369,6 @@ class Interceptor:
             finally:
                 self.lock.end_backward(holds)
 
-    @defer_sigint
     def end_backward(self) -> None:
         """End a backward: close the open window."""
         with torch._C.DisableTorchFunctionSubclass(), managing():

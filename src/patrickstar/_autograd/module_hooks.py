@@ -23,6 +23,7 @@ from patrickstar._autograd.module_windows import (
     close_module_window,
     open_module_window,
 )
+from patrickstar._hardware.sigint_gate import deferring_sigint, interruptible
 from patrickstar._kernels.torch_optim_adapter import import_compiler
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.tensor_subclass import managed_param_of
@@ -200,14 +201,17 @@ class ModuleHooks:
         def before_call(layer: nn.Module, args: Any, kwargs: Any) -> None:
             if layer is module and not torch.is_grad_enabled() and get_ident() not in opened:
                 with ExitStack() as stack:
-                    stack.enter_context(lock)
-                    if residency.may_plan:
-                        stack.enter_context(residency.evaluation((id(module), _input_shape(args, kwargs))))
+                    with deferring_sigint():
+                        stack.enter_context(lock)
+                        if plans := residency.may_plan:
+                            stack.enter_context(residency.evaluation((id(module), _input_shape(args, kwargs))))
+                    if plans:
                         opened[get_ident()] = stack.pop_all()
 
         def after_call(layer: nn.Module, args: Any, out: Any) -> None:
-            if layer is module and (stack := opened.pop(get_ident(), None)) is not None:
-                stack.close()
+            with deferring_sigint():
+                if layer is module and (stack := opened.pop(get_ident(), None)) is not None:
+                    stack.close()
 
         self._undo.append(module.register_forward_pre_hook(EngineHook(before_call), with_kwargs=True).remove)
         self._undo.append(module.register_forward_hook(EngineHook(after_call), always_call=True).remove)
@@ -280,14 +284,16 @@ class ModuleHooks:
 
     def _in_window(self, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a function in a window of all parameters of a module."""
-        use = open_module_window(self.interceptor, _managed_params_of(module), (args, kwargs))
-        try:
-            out = function(*args, **kwargs)
-        except BaseException:
-            abandon_module_window(self.interceptor, use)
-            raise
-        close_module_window(self.interceptor, use, out)
-        return out
+        with deferring_sigint():
+            use = open_module_window(self.interceptor, _managed_params_of(module), (args, kwargs))
+            try:
+                with interruptible():
+                    out = function(*args, **kwargs)
+            except BaseException:
+                abandon_module_window(self.interceptor, use)
+                raise
+            close_module_window(self.interceptor, use, out)
+            return out
 
     def replace_method(self, module: nn.Module, name: str, method: Callable[..., Any]) -> None:
         """Use `method` in place of a module's own method of this name."""

@@ -20,9 +20,9 @@ from patrickstar._checkpoint.save_planner import (
     saved_kinds,
 )
 from patrickstar._checkpoint.storage_writer import CheckpointWriter
-from patrickstar._hardware.defer_sigint import defer_sigint
 from patrickstar._hardware.job_queue import WorkerThread
 from patrickstar._hardware.profiler_range import profiler_range
+from patrickstar._hardware.sigint_gate import interruptible, interruption_point, uninterruptible
 from patrickstar._layout.schema import PARAM16
 from patrickstar._params.model_data import ModelData
 from patrickstar._tiers.chunk import Chunk
@@ -122,7 +122,8 @@ class AsyncSave:
             self._copy_next()
 
     def before_update(self, index: int) -> None:
-        self._copy_while(lambda _: self._remaining[index] > 0)
+        with uninterruptible():
+            self._copy_while(lambda _: self._remaining[index] > 0)
         for managed in self.data.by_chunk[index][:1]:
             for kind in saved_kinds(managed):
                 self.data.manager[list_kind(managed, kind), index].finish_save()
@@ -134,9 +135,8 @@ class AsyncSave:
     def _copy_while(self, needed: Callable[[TensorShard], bool]) -> None:
         """Copy while `needed` returns true for the next shard; wait for the disk where necessary."""
         while not self.copied and self._next is not None and needed(self._next[0]):
-            while not self._ready.wait(POLL_S) and not self.done:
-                pass
-            if not self.copied:
+            interruption_point()
+            if self._ready.wait(POLL_S) and not self.copied:
                 self._copy_next()
 
     def _release_chunks(self) -> None:
@@ -151,11 +151,11 @@ class AsyncSave:
     def finish(self) -> None:
         """Wait for completion. Raises CheckpointError on failure, PyTorch's own error for a lost process."""
         self.copy_all()
-        self._thread.ended.wait()
+        with interruptible():
+            self._thread.ended.wait()
         if self.error is not None:
             raise self.error
 
-    @defer_sigint
     def cancel(self, why: str) -> None:
         """Stop reading chunks; discard the checkpoint unless all bytes were copied."""
         if not self.copied:
@@ -170,7 +170,6 @@ class AsyncSave:
             if not slices:
                 yield shard, slice(0, 0), True
 
-    @defer_sigint
     def _copy_next(self) -> None:
         if self._file is None:  # the save thread failed before it created the file
             self._end(self.error)

@@ -19,8 +19,7 @@ class BackgroundSave:
 
     def wait_or_raise(self) -> None:
         """Wait for the save in progress, if any. Raises CheckpointError if it failed."""
-        saving = self.data.saving
-        if saving is not None:
+        if (saving := self.data.saving) is not None:
             try:
                 with explain_peer_failure(self.world):
                     saving.finish()
@@ -33,8 +32,7 @@ class BackgroundSave:
 
     def poll(self) -> None:
         """Finish a save that has ended; a failure is a warning, and training continues."""
-        saving = self.data.saving
-        if saving is not None and saving.done:
+        if (saving := self.data.saving) is not None and saving.done:
             self.wait()
 
     def wait(self) -> bool:

@@ -24,6 +24,7 @@ from xxhash import xxh3_64_hexdigest
 
 from patrickstar._checkpoint.manifest import Manifest, read_manifest
 from patrickstar._hardware.direct_io import transfer_all
+from patrickstar._hardware.sigint_gate import interruption_point
 from patrickstar.errors import CheckpointError
 
 
@@ -79,6 +80,7 @@ class CheckpointReader(StorageReader):
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Verify every page of the plan, so that damage is found before anything changes."""
         for file, number in sorted({page for item in plan.items for page in self._pages_of(item)}):
+            interruption_point()
             self._read_page(file, number)
         return plan
 
@@ -88,6 +90,7 @@ class CheckpointReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the items of the plan in file order."""
         for item in sorted(plan.items, key=lambda item: self._file_offset(item)):
+            interruption_point()
             source = self._sources[item.storage_index]
             if item.type is LoadItemType.BYTE_IO:
                 planner.load_bytes(item, io.BytesIO(self._bytes(source)))

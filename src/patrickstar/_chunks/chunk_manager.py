@@ -9,7 +9,6 @@ from patrickstar._chunks.io_dispatch import IODispatch
 from patrickstar._chunks.transfers import ChunkTransfers
 from patrickstar._distributed.chunk_comm import ChunkComm
 from patrickstar._hardware.accelerator import DeviceClock
-from patrickstar._hardware.defer_sigint import defer_sigint
 from patrickstar._hardware.vm_pool import round_up
 from patrickstar._layout.schema import HOST_ONLY, PARAM16
 from patrickstar._schedule.placement import Tier
@@ -74,7 +73,6 @@ class ChunkManager:
     def counters(self) -> TransferCounters:
         return self.io_dispatch.counters
 
-    @defer_sigint
     def new_chunk(self, kind: str, index: int, numel: int, dtype: str, tier: Tier) -> Chunk:
         """Create a chunk of zeros on one tier.
 
@@ -108,7 +106,6 @@ class ChunkManager:
         self.chunks[chunk.kind, chunk.index] = self.param16[chunk.index] = chunk
         return chunk
 
-    @defer_sigint
     def remove(self, chunk: Chunk, *, for_good: bool = False) -> None:
         """Remove a chunk; `for_good` also returns its memory on the host to the system, as `HostTier.free`."""
         if self.io_dispatch.failed is None:
@@ -127,7 +124,6 @@ class ChunkManager:
         if chunk.kind == PARAM16:
             del self.param16[chunk.index]
 
-    @defer_sigint
     def complete_transfers(self) -> None:
         """Complete all transfers in flight and stop prefetching."""
         self.cache.cancel_prefetch()
@@ -135,13 +131,11 @@ class ChunkManager:
         for chunk in list(self.transfers.in_flight):
             self.transfers.settle(chunk)
 
-    @defer_sigint
     def cancel_transfers(self) -> None:
         """Cancel the transfers in flight: chunks stay on the tier they were on."""
         self.cache.drop_queue()
         self.transfers.cancel_all()
 
-    @defer_sigint
     def drop(self, chunk: Chunk) -> None:
         """Discard the gradients in a sharded chunk; free its device memory, or gather it again if it is pinned."""
         chunk.shards_valid = True
@@ -150,13 +144,11 @@ class ChunkManager:
         else:
             self.transfers.start_regather(chunk)
 
-    @defer_sigint
     def regather(self, chunk: Chunk) -> None:
         """Gather a sharded chunk again, into the device memory that it has."""
         chunk.shards_valid = True
         self.transfers.start_regather(chunk)
 
-    @defer_sigint
     def drop_gathered(self, indices: Iterable[int]) -> None:
         """Free the gathered copies of these chunks, which are stale: the shards have changed."""
         self.cache.cancel_prefetch()
@@ -218,7 +210,6 @@ class ChunkManager:
             if not chunk.device.valid:  # an earlier fetch, only ordered on streams, may still read what is written
                 chunk.host.settle(write=True, wait=self.io_dispatch.wait)
 
-    @defer_sigint
     def mark_written(self, chunk: Chunk, on_device: bool) -> None:
         """Mark the device copy (or the host copy) as the only valid one after an in-place write."""
         assert chunk.device.writer is None and chunk.device.reader is None, (
@@ -232,7 +223,6 @@ class ChunkManager:
         if not on_device and chunk.device_bytes:
             self.device_tier.free(chunk)
 
-    @defer_sigint
     def move_to_tier(self, chunk: Chunk, tier: Tier) -> None:
         """Move the chunk to one tier and free its memory on the others, so that it can be written there.
 
@@ -255,7 +245,6 @@ class ChunkManager:
         elif not chunk.disk.valid or chunk.in_memory:
             self._move_to_disk(chunk)
 
-    @defer_sigint
     def exchange(self, chunk: Chunk, other: Chunk) -> bool:
         """Exchange the contents of a chunk in memory and of one on the host, by exchanging their memory there.
 
@@ -290,13 +279,11 @@ class ChunkManager:
 
     # Host memory other than chunks
 
-    @defer_sigint
     def allocate_host(self, nbytes: int, description: str) -> ArenaBlock:
         """Allocate host memory that is no chunk. With a disk tier, chunks are moved to disk to make room."""
         self.free_host(round_up(nbytes, ALIGN_BYTES))
         return self.host_tier.allocate_block(nbytes, description)
 
-    @defer_sigint
     def free_host(self, nbytes: int) -> bool:
         """Move chunks from the host to the disk tier, if there is one, until `nbytes` fit. Return True if they fit."""
         if self.disk_tier is not None:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from patrickstar._chunks.transfers import ChunkTransfers
-from patrickstar._hardware.defer_sigint import defer_sigint
 from patrickstar._layout.byte_size import format_size
 from patrickstar._layout.schema import PARAM16
 from patrickstar._schedule.placement import Tier
@@ -88,7 +87,6 @@ class DeviceCache:
                 return False
         return self.io_dispatch.failed is None and device.resident_bytes <= device.soft_chunkable_bytes
 
-    @defer_sigint
     def fetch(self, chunks: Sequence[Chunk], *, gently: bool = False) -> None:
         """Fetch `chunks` to the device, all resident at once. `gently`: evict only `param16` chunks for them.
 
@@ -134,7 +132,6 @@ class DeviceCache:
             self._evict_until(nbytes, soft_limit, set(protect), later_bytes, gently)
         return soft_chunkable
 
-    @defer_sigint
     def _evict_until(self, nbytes: int, soft_limit: int, protected: set[Chunk], later_bytes: int, gently: bool) -> None:
         evictable = self._evictable(protected)
         self._evict_params(evictable, soft_limit - nbytes)
@@ -163,7 +160,6 @@ class DeviceCache:
                 break
             self.transfers.complete(chunk)
 
-    @defer_sigint
     def evict_idle(self, nbytes: int, protect: Iterable[Chunk]) -> None:
         """Evict `param16` chunks that nothing uses until `nbytes` more fit into the budget, or none is left.
 
@@ -261,7 +257,6 @@ class DeviceCache:
                 f"fragmentation, or end other programs that use this device. PyTorch error: {error}"
             ) from error
 
-    @defer_sigint
     def free_memory(self, nbytes: int | None = None, protect: Iterable[Chunk] = ()) -> None:
         """Evict idle `param16` chunks of `nbytes` (default: all) and empty the allocator's cache after an OOM error."""
         protected = set(protect)
@@ -295,7 +290,6 @@ class DeviceCache:
         if ahead or self._fetch_queue or self.transfers.in_flight:
             self._poll_transfers()
 
-    @defer_sigint
     def _poll_transfers(self) -> None:
         self.transfers.complete_finished()
         if self.prefetch_policy is None or self.evict_everything:
@@ -375,7 +369,6 @@ class DeviceCache:
         """Start none of the queued prefetches."""
         self._fetch_queue.clear()
 
-    @defer_sigint
     def cancel_prefetch(self) -> None:
         """Stop prefetching: the plan is over. Queued fetches that have room start, after updates of their chunks."""
         self.prefetch_policy = None

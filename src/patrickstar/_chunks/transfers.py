@@ -3,7 +3,6 @@
 import torch
 
 from patrickstar._chunks.io_dispatch import IODispatch
-from patrickstar._hardware.defer_sigint import defer_sigint
 from patrickstar._hardware.profiler_range import profiler_range
 from patrickstar._hardware.transfer import Transfer
 from patrickstar._schedule.placement import Tier
@@ -131,7 +130,6 @@ class ChunkTransfers:
 
     # New content
 
-    @defer_sigint
     def host_renewed(self, chunk: Chunk, urgent: bool) -> None:
         """Mark the host copy as the only valid one; beside an accelerator, start to copy it over the device copy."""
         self.complete(chunk)
@@ -147,7 +145,6 @@ class ChunkTransfers:
             self._start_fetch(chunk, urgent)
         self._count_h2d(chunk)
 
-    @defer_sigint
     def exchange(self, chunk: Chunk, other: Chunk) -> None:
         """Exchange the contents of a chunk, which has host memory, and of one on the host. No update uses them.
 
@@ -171,7 +168,6 @@ class ChunkTransfers:
             chunk.device.writer = chunk.host.reader = self.io_dispatch.up(chunk, after=down)
         self._count_h2d(chunk)
 
-    @defer_sigint
     def disk_renewed(self, chunk: Chunk) -> None:
         """Mark the disk copy, whose pages were exchanged, as the only valid one, and free the others."""
         self.complete(chunk)
@@ -244,7 +240,6 @@ class ChunkTransfers:
             if transfer is None or transfer.done:
                 self.complete(chunk)
 
-    @defer_sigint
     def settle(self, chunk: Chunk, *, in_order: bool = False) -> None:
         """End all that uses a chunk's memory. `in_order`: but copies of an accelerator are only ordered."""
         chunk.finish_update()

@@ -33,8 +33,8 @@ from patrickstar._engine.initialize import check_fit, create_engine
 from patrickstar._engine.recording import Recording
 from patrickstar._engine.run_log import RunLog, StepRecord
 from patrickstar._engine.tensorboard_log import summary_writer
-from patrickstar._hardware.defer_sigint import DeferSigint
 from patrickstar._hardware.machine_name import machine_name
+from patrickstar._hardware.sigint_gate import uninterruptible
 from patrickstar._models.model_source import ModelSource, find_model
 from patrickstar._models.training_step import token_ids
 from patrickstar.errors import CheckpointError, TrainingError
@@ -249,7 +249,7 @@ def _training_loop(
             started = time.perf_counter()
             learning_rate = float(run.scheduler.get_last_lr()[0])
             loss, norm = _gradients(options, engine, batches, run.step + 1)
-            with DeferSigint():  # a step whose update has begun is in the log and in the summary
+            with uninterruptible():  # a step whose update has begun is in the log and in the summary
                 engine.optimizer.step()
                 engine.optimizer.zero_grad()
                 run.scheduler.step()

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from patrickstar._engine.core import EngineCore
-from patrickstar._hardware.defer_sigint import defer_sigint
+from patrickstar._hardware.sigint_gate import uninterruptible
 from patrickstar._kernels.interpolation import interpolate_
 from patrickstar._layout.schema import EMA
 from patrickstar._params.managed_param import ManagedParam
@@ -56,10 +56,9 @@ def averaged(core: EngineCore, groups: Mapping[ManagedParam, Mapping[str, Any]])
         core.averaged = False
 
 
-@defer_sigint
 def _replace(core: EngineCore, managed: ManagedParam, weights: tuple[str, float, float] | None, *, back: bool) -> None:
     state, *fractions = weights or (EMA,)
-    with core.close_on_data_loss():
+    with uninterruptible(), core.close_on_data_loss():
         param, other = (core.full_state.read(managed, kind) for kind in (managed.full_kind, state))
         if fractions:
             core.full_state.write(managed, managed.full_kind, interpolate_(param, other, fractions[back]))

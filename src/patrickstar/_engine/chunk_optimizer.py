@@ -14,6 +14,7 @@ from patrickstar._autograd.module_hooks import WrappedMethod
 from patrickstar._engine.averaging import averaged
 from patrickstar._engine.core import EngineCore
 from patrickstar._engine.optimizer_state import OptimizerState
+from patrickstar._hardware.sigint_gate import interruption_point
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.shard_collectives import share_optimizer_extra
 from patrickstar._params.tensor_subclass import managed_param_of
@@ -185,7 +186,6 @@ class ChunkOptimizer(torch.optim.Optimizer):
         self._core.check_open()
         self._core.optimizer_in_backward.check_inactive("loading a state")
         self._core.complete()
-        self._core.background_save.copy_all()
         saved = state_dict["param_groups"]
         sizes = [len(group["params"]) for group in saved]
         if sizes != [len(group["params"]) for group in self.param_groups]:
@@ -199,6 +199,7 @@ class ChunkOptimizer(torch.optim.Optimizer):
                 f"the saved optimizer used {sorted(switches)}, which this optimizer does not; nothing was loaded"
             )
         with self._core.close_on_data_loss():
+            self._core.background_save.copy_all()
             self._load(state_dict, saved)
 
     def _load(self, state_dict: dict[str, Any], saved: list[dict[str, Any]]) -> None:
@@ -245,6 +246,7 @@ class ChunkOptimizer(torch.optim.Optimizer):
         self._core.scaler.load_state_dict(state_dict.get("loss_scale", {}))
         absent = {}
         for position, values in states.items():
+            interruption_point()
             managed = by_position[position]
             managed.steps = int(values.get("step", 1))
             listed = [kind for kind in managed.state_kinds if together is None or _is_listed(managed, values.get(kind))]

@@ -36,6 +36,7 @@ from patrickstar._engine.param_init import (
 from patrickstar._engine.teardown import release
 from patrickstar._hardware.direct_io import PAGE_BYTES
 from patrickstar._hardware.memory_meter import Meter
+from patrickstar._hardware.sigint_gate import deferring_sigint, interruptible
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.torch_optim_adapter import import_compiler
 from patrickstar._layout.chunk_mapping import Layout
@@ -151,6 +152,7 @@ class EngineCore:
         self.optimizer_placement = OptimizerPlacement(self.layout, self.data, self.optimizer_step, self.tracer)
         self.optimizer_in_backward = OptimizerInBackward(self.data, self.optimizer_step, speculates)
         self.interceptor = Interceptor(self.gradients, self.optimizer_in_backward, self.full_state)
+        self.close_on_data_loss = self.interceptor.closer.close_on_data_loss
         self.activation_offload = ActivationOffload(self.manager) if config.activation_offload else None
         try:
             if hardware.accelerator is not None:
@@ -283,7 +285,8 @@ class EngineCore:
     def close(self, keep: bool) -> None:
         """Free all chunks; see `Engine.close`."""
         if self.release.alive:
-            self.background_save.wait()
+            with deferring_sigint():
+                self.background_save.wait()
         self.model_state.keep_values = keep
         if self.release.alive and self.world.size > 1 and keep:
             with self.close_on_data_loss():
@@ -349,17 +352,6 @@ class EngineCore:
             yield
 
     @contextmanager
-    def close_on_data_loss(self) -> Iterator[None]:
-        """Free everything and close the engine if a failed disk or thread has lost bytes of chunks."""
-        grad = torch.is_grad_enabled()
-        try:
-            with self.interceptor.closer.close_on_data_loss():
-                yield
-        except KeyboardInterrupt:
-            torch.set_grad_enabled(grad)  # the signal may have interrupted the exit of a `no_grad`
-            raise
-
-    @contextmanager
     def cleanup_on_error(self) -> Iterator[None]:
         """Unpin chunks and close windows after an exception, so that the engine stays usable."""
         try:
@@ -378,7 +370,8 @@ class EngineCore:
             inputs, self._inputs = self._inputs, None
             self.tracer.discard_iteration()
             if isinstance(error, BudgetError) and inputs is not None and self._explain_refusal is not None:
-                raise self._explain_refusal(self, inputs, error) from error
+                with interruptible():
+                    raise self._explain_refusal(self, inputs, error) from error
             if is_out_of_memory(error):
                 raise explain("an operator", self.data, error) from error
             raise

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,13 +18,11 @@ from patrickstar._engine.engine_state import EngineState
 from patrickstar._engine.engine_view import EngineView
 from patrickstar._engine.lost_digits import warn_of_lost_digits
 from patrickstar._engine.param_init import WeightSource
+from patrickstar._hardware.sigint_gate import interruptible
 from patrickstar._params.precision import cast_inputs
 from patrickstar._schedule.coordination import Request
 from patrickstar.config import Config
 from patrickstar.errors import ModelError, TrainingError
-
-if TYPE_CHECKING:
-    pass  # imported on first use
 
 
 class Engine(EngineView, EngineState):
@@ -99,14 +97,15 @@ class Engine(EngineView, EngineState):
         args, kwargs = cast_inputs((args, kwargs), self.config.compute_dtype, self.device)
         key = core.signature(args, kwargs)
         if not torch.is_grad_enabled():
-            with core.cleanup_on_error(), core.data.residency.evaluation(key):
+            with core.cleanup_on_error(), core.data.residency.evaluation(key), interruptible():
                 return self.module(*args, **kwargs)
         with core.cleanup_on_error(), core.tracer.in_iteration(), ExitStack() as stack:
             core.begin_iteration(key, (args, kwargs))
             core.manager.begin_phase("forward")
             if core.activation_offload is not None:
                 stack.enter_context(core.activation_offload.saving())
-            out = self.module(*args, **kwargs)
+            with interruptible():
+                out = self.module(*args, **kwargs)
         core.data.finish_forward()
         return out
 
@@ -134,9 +133,9 @@ class Engine(EngineView, EngineState):
         args, kwargs = cast_inputs((args, kwargs), self.config.compute_dtype, self.device)
         with torch.no_grad(), core.cleanup_on_error():
             if core.tracer.open_key is not None:  # it is a part of the step, and of its trace
-                with core.tracer.in_iteration():
+                with core.tracer.in_iteration(), interruptible():
                     return core.frozen[name](*args, **kwargs)
-            with core.data.residency.evaluation((name, core.signature(args, kwargs))):
+            with core.data.residency.evaluation((name, core.signature(args, kwargs))), interruptible():
                 return core.frozen[name](*args, **kwargs)
 
     @engine_call
@@ -159,7 +158,7 @@ class Engine(EngineView, EngineState):
         if generate is None:
             raise ModelError(f"{type(self.module).__name__} has no method generate")
         args, kwargs = cast_inputs((args, kwargs), self.config.compute_dtype, self.device)
-        with torch.no_grad(), self._core.cleanup_on_error():
+        with torch.no_grad(), self._core.cleanup_on_error(), interruptible():
             return generate(*args, **kwargs)
 
     def train(self, mode: bool = True) -> "Engine":
@@ -228,7 +227,8 @@ class Engine(EngineView, EngineState):
                 with self._core.tracer.in_iteration():
                     self._core.interceptor.open_function_windows(loss)
                     scaled = loss * self._core.scaler.scale if self._core.scaler.enabled else loss
-                    torch.autograd.backward(scaled, retain_graph=retain_graph)
+                    with interruptible():
+                        torch.autograd.backward(scaled, retain_graph=retain_graph)
             finally:
                 self._core.interceptor.gradient_hooks.backward_depth -= 1
                 self._core.interceptor.lock.end_backward(holds)
@@ -286,7 +286,8 @@ class Engine(EngineView, EngineState):
         value = float(value)  # raises before other processes are waited for
         with self._core.close_on_data_loss():
             self._core.data.synchronize_processes(Request.AVERAGE)
-            gathered = self.world.all_gather(torch.tensor([value], dtype=torch.float64, device="cpu"))
+            with interruptible():
+                gathered = self.world.all_gather(torch.tensor([value], dtype=torch.float64, device="cpu"))
             total: float = sum(gathered[:, 0].tolist())
             return total / self.world.size
 

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from patrickstar._hardware.defer_sigint import handle_sigint
+from patrickstar._hardware.sigint_gate import deferring_sigint
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -12,13 +12,12 @@ S = TypeVar("S")
 
 
 def engine_call(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Let other threads wait for a method of an engine or its core, and handle Ctrl-C between sections within it."""
+    """Let other threads wait for a method of an engine or its core, and let Ctrl-C wait for its end."""
 
-    @handle_sigint
     @functools.wraps(method)
     def wrapper(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
         core: Any = getattr(self, "_core", self)
-        with core.interceptor.lock:
+        with deferring_sigint(), core.interceptor.lock:
             return method(self, *args, **kwargs)
 
     return wrapper

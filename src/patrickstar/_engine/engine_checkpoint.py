@@ -38,6 +38,7 @@ from patrickstar._distributed.process_group import explain_peer_failure
 from patrickstar._engine.chunk_optimizer import ChunkOptimizer
 from patrickstar._engine.core import EngineCore
 from patrickstar._hardware.direct_io import BLOCK_BYTES, PAGE_BYTES
+from patrickstar._hardware.sigint_gate import interruptible, interruption_point
 from patrickstar._layout.schema import PARAM16, PARAM32
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.shard_collectives import share_optimizer_extra
@@ -239,7 +240,8 @@ class EngineCheckpoint:
         restore_random_states(own.random, core.device)
         for name, value in state.items():
             if hasattr(value, "load_state_dict"):
-                value.load_state_dict(own.user[name])
+                with interruptible():
+                    value.load_state_dict(own.user[name])
         return own.user
 
     def _source(self, reader: CheckpointReader, common: CommonMetadata) -> StateSource:
@@ -322,6 +324,7 @@ class EngineCheckpoint:
         delayed = core.optimizer_step.delayed if core.optimizer_step.is_late else None
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for managed in core.model_params:
+                interruption_point()
                 for kind in saved_kinds(managed):
                     if kind not in (PARAM16, PARAM32) and name_of(managed, kind) not in reader.manifest.tensors:
                         core.model_state.write(managed, kind, torch.zeros((), device="cpu"))  # frozen when saved
@@ -339,8 +342,6 @@ class EngineCheckpoint:
             together.optimizer.restore(common.own)
         for name, value in common.extra.items():
             core.module.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
-
-    # Collective operations
 
 
 def _kind_of(optimizer: Optimizer) -> str:
@@ -361,4 +362,5 @@ def _checksum(value: torch.Tensor) -> str:
 
 
 def _state_of(value: Any) -> Any:
-    return value.state_dict() if hasattr(value, "state_dict") else value
+    with interruptible():
+        return value.state_dict() if hasattr(value, "state_dict") else value

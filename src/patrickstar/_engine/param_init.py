@@ -11,6 +11,7 @@ from patrickstar._autograd.interceptor import Interceptor
 from patrickstar._chunks.chunk_manager import ChunkManager
 from patrickstar._distributed.param_sharding import ParamSharding, local_part
 from patrickstar._engine.shared_memory import check_memory
+from patrickstar._hardware.sigint_gate import interruptible
 from patrickstar._layout.chunk_mapping import ChunkSpec, Layout, ParamSpec, build_layout
 from patrickstar._layout.chunk_size_search import search_layout
 from patrickstar._layout.schema import NODE16, PARAM16, PARAM32, SHARD16, ParamSchema, schema_for
@@ -217,7 +218,8 @@ def move_params(
                 whole=None if part is param else Region(0, tuple(param.shape), param.stride()),
                 sharding=shardings.get(name),
             )
-            flat = _own_elements(managed, weights)
+            with interruptible():
+                flat = _own_elements(managed, weights)
             managed.given_dtype = flat.dtype
             for kind in (own.kind, PARAM32) if managed.schema.trained else (own.kind,):
                 for where, part in data.parts(managed, kind, write=True):  # both may be on disk by now

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 
 from patrickstar._chunks.chunk_manager import ChunkManager
-from patrickstar._hardware.defer_sigint import defer_sigint
 from patrickstar._hardware.storage_guard import refuse_access, storage_guard
 from patrickstar._kernels.rounding import canonical_nan_, round_into
 from patrickstar._kernels.update_rule import Gradient
@@ -59,7 +58,6 @@ class LocalShards:
         if self.manager.moved:
             self._update_param_views()
 
-    @defer_sigint
     def _update_param_views(self) -> None:
         moved = list(self.manager.moved)
         self.manager.moved.clear()
@@ -157,7 +155,6 @@ class LocalShards:
             return Gradient(earlier, None, dtype)
         return Gradient(managed.flat(managed.shard_chunk, in_order=in_order), earlier, dtype)
 
-    @defer_sigint
     def give_up(self, managed: ManagedParam) -> None:
         """Restore the parameter from its master after a failed update, and drop its gradient."""
         self._round_master(managed)
@@ -167,7 +164,6 @@ class LocalShards:
         managed.state.consume()
         managed.show_values()
 
-    @defer_sigint
     def follow_master(self, managed: ManagedParam) -> None:
         """Round the parameter from its replaced master; a frozen parameter only gets a new version."""
         torch.autograd.graph.increment_version(managed.param)
@@ -180,7 +176,6 @@ class LocalShards:
         if source.device.valid != target.device.valid and source.in_memory and target.in_memory:
             self.manager.count_transfer(nbytes, to_device=target.device.valid)
 
-    @defer_sigint
     def ensure_local(self, managed: ManagedParam) -> None:
         """Ensure that the chunk with this rank's shard is in memory and writable."""
         self.manager.ensure_in_memory(managed.shard_chunk)

@@ -10,8 +10,8 @@ from patrickstar._chunks.garbage import free_garbage
 from patrickstar._chunks.tracer import Tracer
 from patrickstar._distributed.chunk_comm import ChunkComm
 from patrickstar._distributed.process_group import Processes
-from patrickstar._hardware.defer_sigint import defer_sigint
 from patrickstar._hardware.profiler_range import profiler_range
+from patrickstar._hardware.sigint_gate import deferring_sigint
 from patrickstar._layout.schema import GRAD32, PARAM16, PARAM32
 from patrickstar._params.local_shards import LocalShards, follow_written
 from patrickstar._params.managed_param import ManagedParam
@@ -62,7 +62,6 @@ class ModelData(LocalShards, ProcessHooks):
 
     # Access and release (Algorithms 1 and 2)
 
-    @defer_sigint
     def access(self, managed_params: Sequence[ManagedParam], belongs: bool | None, *, gently: bool = False) -> None:
         """Fetch parameters to the device and pin them until `release`. `gently`: evict only `param16` chunks for them.
 
@@ -115,7 +114,6 @@ class ModelData(LocalShards, ProcessHooks):
             if managed.state.overlays_param:
                 self.move_out_gradient(managed)
 
-    @defer_sigint
     def place_embeddings(self) -> None:
         """Switch embeddings to host lookups if the last step transferred more weight bytes than lookup output bytes.
 
@@ -140,9 +138,10 @@ class ModelData(LocalShards, ProcessHooks):
 
     def move_embedding_to_device(self, managed: ManagedParam) -> None:
         """Disable host lookups of an embedding, since an operator other than a lookup reads its weight."""
-        managed.on_host = False
-        self.tracer.invalidate()
-        self.set_param_views([managed.chunk])
+        with deferring_sigint():
+            managed.on_host = False
+            self.tracer.invalidate()
+            self.set_param_views([managed.chunk])
 
     # Checkpoint in progress, if any
 
@@ -188,14 +187,12 @@ class ModelData(LocalShards, ProcessHooks):
             managed.chunk.pins += 1
             managed.state.begin_use()
 
-    @defer_sigint
     def release(self, managed_params: Sequence[ManagedParam], hold: TensorState) -> None:
         """End one use of each parameter; after its last use its state is `hold`, or HOLD_AFTER_BWD with a gradient."""
         for managed in managed_params:
             managed.chunk.pins -= 1
             managed.state.end_use(hold)
 
-    @defer_sigint
     def op_boundary(self, belongs: bool) -> None:
         """Enforce the device budget after an operator."""
         self._begin_moment((), belongs)
@@ -227,7 +224,6 @@ class ModelData(LocalShards, ProcessHooks):
         for managed in self.managed_params:
             managed.state.end_forward()
 
-    @defer_sigint
     def release_all(self) -> None:
         """End all uses after an exception has unwound the operators that started them."""
         self.residency.end()
@@ -245,7 +241,6 @@ class ModelData(LocalShards, ProcessHooks):
 
     # Writing
 
-    @defer_sigint
     def on_in_place_write(self, managed: ManagedParam, values: torch.Tensor | None = None) -> None:
         """Update the master after an in-place write to a parameter by the user, of `values` if they are known."""
         self.check_writable(managed)
@@ -258,7 +253,6 @@ class ModelData(LocalShards, ProcessHooks):
             for part_slice, part in self.parts(managed, PARAM32, write=True):
                 follow_written(part, written[part_slice], exactly=values is not None)
 
-    @defer_sigint
     def accept_gradient(self, managed: ManagedParam, grad: torch.Tensor | RowGradient) -> None:
         """Store a complete gradient in place of its parameter.
 
@@ -352,7 +346,6 @@ class ModelData(LocalShards, ProcessHooks):
                 f"engine.backward"
             )
 
-    @defer_sigint
     def finish_backward_gradients(self) -> None:
         """End the backward: store moved-out gradients, which no longer grow, in place of their parameters."""
         self.in_backward = False
@@ -360,13 +353,11 @@ class ModelData(LocalShards, ProcessHooks):
             if (grad := managed.state.take_partial()) is not None:
                 self.accept_gradient(managed, grad)
 
-    @defer_sigint
     def discard_gradients(self) -> None:
         """Discard all gradients, and restore the parameters that they replaced."""
         for managed in [each for each in self.managed_params if each.state.has_any_gradient]:
             self.discard_gradient(managed)
 
-    @defer_sigint
     def discard_gradient(self, managed: ManagedParam) -> None:
         """Discard the gradient of a parameter, unless its deferred update is unfinished."""
         if managed.state.update_pending:
@@ -376,7 +367,6 @@ class ModelData(LocalShards, ProcessHooks):
             self._restore(managed)
         managed.state.discard_moved()
 
-    @defer_sigint
     def end_step(self) -> bool:
         """Drop the gradient list unless the step accumulated; return whether that differs from the previous step."""
         accumulated, self.backwards_in_step = self.backwards_in_step > 1, 0
@@ -389,7 +379,6 @@ class ModelData(LocalShards, ProcessHooks):
         changed, self.accumulates = accumulated != self.accumulates, accumulated
         return changed
 
-    @defer_sigint
     def end_update(self, managed_params: Collection[ManagedParam]) -> None:
         """Mark parameters whose gradients an update has replaced by new values."""
         torch.autograd.graph.increment_version([managed.param for managed in managed_params])
@@ -400,7 +389,6 @@ class ModelData(LocalShards, ProcessHooks):
             if timeline is not None:
                 timeline.holds_gradients(managed.location.chunk, False)
 
-    @defer_sigint
     def ensure_in_memory(self, managed: ManagedParam) -> None:
         """Ensure that a parameter's chunk is in memory and writable."""
         self.manager.ensure_in_memory(managed.chunk)

@@ -1,19 +1,29 @@
-"""Autograd modes in which the engine works on parameters."""
+"""Context in which the engine works on parameters."""
 
+from threading import get_ident
 from types import TracebackType
 
 import torch
 
+from patrickstar._hardware.sigint_gate import ABSENT, GATE, LOCKED, SHUT, deferring_sigint
 
-class managing:
+
+class managing(deferring_sigint):
     """Context without gradients and inference mode, since tensors created in it outlive the user's mode.
 
-    A class, and not `torch.no_grad`: it is entered at every operator.
+    Ctrl-C takes effect at its end. A class, and not `torch.no_grad`: it is entered at every operator, and so does by
+    itself what the methods of its superclass do.
     """
 
     __slots__ = ("_grad", "_inference")
 
     def __enter__(self) -> None:
+        if GATE.thread == get_ident():
+            self._before = GATE.position
+            if self._before != LOCKED:
+                GATE.position = SHUT
+        else:
+            super().__enter__()
         self._inference = torch.inference_mode(False) if torch.is_inference_mode_enabled() else None
         if self._inference is not None:
             self._inference.__enter__()
@@ -26,3 +36,8 @@ class managing:
         torch._C._set_grad_enabled(self._grad)
         if self._inference is not None:
             self._inference.__exit__(kind, error, trace)
+        if self._before is not None and self._before != ABSENT:
+            GATE.position = self._before
+            if GATE.deferred is None:
+                return
+        super().__exit__(kind, error, trace)

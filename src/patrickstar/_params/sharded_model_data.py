@@ -8,7 +8,6 @@ import torch
 from patrickstar._chunks.chunk_manager import ChunkManager
 from patrickstar._chunks.tracer import Tracer
 from patrickstar._distributed.chunk_comm import ChunkComm
-from patrickstar._hardware.defer_sigint import defer_sigint
 from patrickstar._layout.schema import PARAM16, PARAM32, SHARD16, SUM32
 from patrickstar._params.local_shards import follow_written
 from patrickstar._params.managed_param import ManagedParam
@@ -70,7 +69,6 @@ class ShardedModelData(OwnedShards):
         self.manager.regather(managed.chunk)
         self.update_param_views()
 
-    @defer_sigint
     def on_in_place_write(self, managed: ManagedParam, values: torch.Tensor | None = None) -> None:
         """Copy an in-place write, which the user makes on every rank, to the owner's shard and master.
 
@@ -93,7 +91,6 @@ class ShardedModelData(OwnedShards):
 
     # Gradients
 
-    @defer_sigint
     def accept_gradient(self, managed: ManagedParam, grad: torch.Tensor | RowGradient) -> None:
         """Store a complete gradient in place of its parameter. See [Note: sharded gradients]."""
         state = managed.state
@@ -180,7 +177,6 @@ class ShardedModelData(OwnedShards):
             if all(managed.state.overlays_param for managed in managed_params if managed.param.requires_grad):
                 self._reduce_chunk(index)
 
-    @defer_sigint
     def finish_backward_gradients(self) -> None:
         """End the backward: reduce all remaining gradients, unless they are accumulated on this rank."""
         super().finish_backward_gradients()
@@ -189,7 +185,6 @@ class ShardedModelData(OwnedShards):
         if not self.accumulates_locally:
             self.grad_accumulation.reduce_rest()
 
-    @defer_sigint
     def _reduce_chunk(self, index: int, *, complete: bool = True) -> None:
         """Reduce the gradients in a chunk, or add them to those accumulated on this rank.
 
@@ -235,7 +230,6 @@ class ShardedModelData(OwnedShards):
             self._dropping = False
         self.update_param_views()
 
-    @defer_sigint
     def discard_gradient(self, managed: ManagedParam) -> None:
         """Discard the gradient of a parameter, unless its deferred update is unfinished. All ranks must be in sync."""
         if managed.state.update_pending:

@@ -11,6 +11,7 @@ from torch import nn
 
 from patrickstar._chunks.chunk_manager import ChunkManager
 from patrickstar._distributed.param_sharding import whole_value
+from patrickstar._hardware.sigint_gate import interruption_point
 from patrickstar._layout.schema import PARAM16, PARAM32, SHARD16
 from patrickstar._params.interception import release_parameter
 from patrickstar._params.managed_param import ManagedParam
@@ -38,6 +39,7 @@ class ModelState:
 
         If this rank's shard can't be read, NaN is gathered in its place and the error is raised.
         """
+        interruption_point()
         if not managed.parts:
             return self.read_local(managed, kind, out)
         return self.data.assemble(managed, self.read_local(managed, kind), out)
@@ -86,6 +88,7 @@ class ModelState:
         """
         if managed.row_major and self.data.world.size == 1:
             for _, part in self.data.parts(managed, managed.full_kind) if managed.numel else ():
+                interruption_point()
                 yield part
         else:
             yield self.full_precision(managed).contiguous().view(-1)
@@ -126,6 +129,7 @@ class ModelState:
             )
         with torch.no_grad():
             for name, tensor in own.items():
+                interruption_point()
                 managed = managed_param_of(tensor)
                 if not isinstance(tensor, torch.Tensor):
                     self.module.get_submodule(name.rpartition(".")[0]).set_extra_state(copy.deepcopy(state_dict[name]))
@@ -158,6 +162,7 @@ class ModelState:
             if chunk.kind not in (PARAM16, SHARD16, PARAM32):
                 manager.remove(chunk, for_good=True)
         for index, managed_params in self.data.by_chunk.items():
+            interruption_point()
             for managed in managed_params:
                 value = self._try_read(managed) if self.keep_values else None
                 if value is None:

@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from patrickstar._hardware.defer_sigint import defer_sigint
+from patrickstar._hardware.sigint_gate import interruption_point
 from patrickstar._hardware.transfer import Transfer
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.update_rule import Rule
@@ -117,7 +117,6 @@ class DelayedUpdates:
         if running is not None:
             self._running.add(running, used, partial(self._end, running, rules))
 
-    @defer_sigint
     def _end(self, running: Transfer, rules: Mapping[ManagedParam, Rule]) -> None:
         """Wait for the update of one chunk's parameters."""
         try:
@@ -136,10 +135,10 @@ class DelayedUpdates:
     def publish_all(self) -> None:
         """Make the newest parameters those that operators read. All updates have ended."""
         for managed in self.data.managed_params:
+            interruption_point()
             self._publish(managed)
         self.data.update_param_views()
 
-    @defer_sigint
     def _exchange_chunk(self, index: int, rules: Mapping[ManagedParam, Rule]) -> set[ManagedParam]:
         """Move the gradients of one chunk's parameters out, and make the newest parameters those that operators read.
 
@@ -173,7 +172,6 @@ class DelayedUpdates:
         for managed in managed_params:
             managed.state.begin_late()
 
-    @defer_sigint
     def _publish(self, managed: ManagedParam) -> None:
         """Make the newest values of a parameter those that operators read, unless its gradient is in their place."""
         if not managed.state.late:
@@ -183,7 +181,6 @@ class DelayedUpdates:
             torch.autograd.graph.increment_version(managed.param)
         managed.state.end_late(managed.param._version)
 
-    @defer_sigint
     def hold_back(self, managed: ManagedParam) -> None:
         """Let operators read on what is in the parameter's place, and not its master, until the next step."""
         if managed.location.numel:

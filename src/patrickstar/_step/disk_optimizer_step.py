@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 
-from patrickstar._hardware.defer_sigint import defer_sigint
+from patrickstar._hardware.sigint_gate import interruption_point, uninterruptible
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.update_rule import Rule, Span
 from patrickstar._params.managed_param import ManagedParam
@@ -60,7 +60,6 @@ class DiskOptimizerStep:
         begun = [update for update in (*self._aborted, *self._updates) if update.updated]
         return [managed.name for update in begun if not update.home.speculative for managed in update.rules]
 
-    @defer_sigint
     def submit(
         self,
         index: int,
@@ -108,7 +107,6 @@ class DiskOptimizerStep:
         """Return whether an update is in the queue and not complete."""
         return update in self._updates and not update.complete
 
-    @defer_sigint
     def remove(self, update: DiskUpdate) -> None:
         """Remove an update from the queue. Pages that are read and not updated yet serve later updates."""
         if update in self._updates:
@@ -133,7 +131,6 @@ class DiskOptimizerStep:
 
         self._updates.sort(key=rank)
 
-    @defer_sigint
     def progress(self) -> None:
         """Update the pages whose reads have finished, and start the next reads; never wait for the disk."""
         if not self.read_ahead.enabled:
@@ -150,18 +147,21 @@ class DiskOptimizerStep:
             self._update(queued[0])
             self.read_ahead.start(self._updates)
 
-    def finish(self, indices: Iterable[int] | None = None) -> None:
-        """Wait until these chunks are updated (default: all, and until every page is written back)."""
-        wanted = self.unfinished if indices is None else self.unfinished & set(indices)
-        if wanted:
-            if indices is not None:
-                read = {pages.owner.index for pages in self._queued() if pages.ready}
-                self.late |= wanted - read
-            self.reorder(lambda index: index not in wanted)
-        self._update_until(lambda: not wanted & self.unfinished, wanted)
-        if indices is None:
-            self.staging_pool.wait([write for pages in self.staging_pool.live for write in pages.writes])
-            self.staging_pool.collect()
+    def finish(self, indices: Iterable[int]) -> None:
+        """Wait until these chunks are updated."""
+        wanted = self.unfinished & set(indices)
+        if not wanted:
+            return
+        self.late |= wanted - {pages.owner.index for pages in self._queued() if pages.ready}
+        with uninterruptible():
+            self.finish_pages(wanted, lambda: not wanted & self.unfinished)
+
+    def finish_all(self) -> None:
+        """Wait until all chunks are updated, and every page is written back."""
+        wanted = self.unfinished
+        self.finish_pages(wanted, lambda: not wanted & self.unfinished)
+        self.staging_pool.wait([write for pages in self.staging_pool.live for write in pages.writes])
+        self.staging_pool.collect()
 
     def finish_pages(self, indices: Collection[int], ended: Callable[[], bool]) -> None:
         """Update pages, those of these chunks first, until `ended` returns True or none is left."""
@@ -171,6 +171,7 @@ class DiskOptimizerStep:
     def _update_until(self, ended: Callable[[], bool], first: Collection[int]) -> None:
         """Update pages in the order of the queue; begin with those of chunks `first` while others run."""
         while self._updates and not ended():
+            interruption_point()
             self.read_ahead.start(self._updates)
             queued = self._queued()
             if queued and (queued[0].owner.index in first or not self._running):
@@ -188,7 +189,6 @@ class DiskOptimizerStep:
         """Wait for the updates that the worker thread runs; others stay deferred."""
         self._running.finish()
 
-    @defer_sigint
     def cancel_running(self) -> None:
         """Cancel the updates of the worker thread that have not begun, and wait for the one that has."""
         self._running.clear()
@@ -196,7 +196,6 @@ class DiskOptimizerStep:
             if pages.update is not None:
                 pages.update.cancel()
 
-    @defer_sigint
     def _abort(self, error: BaseException) -> None:
         """Drop all queued updates, and reset their parameters to the rounded masters, updated or not."""
         managed_params = [
@@ -236,7 +235,6 @@ class DiskOptimizerStep:
         rank = {update: number for number, update in enumerate(self._updates)}
         return sorted(queued, key=lambda pages: (rank[pages.owner], pages.first))
 
-    @defer_sigint
     def _update(self, pages: PageSet) -> None:
         """Update the elements of a page set and start to write it back; beside an accelerator, only start to update."""
         update = pages.owner
@@ -276,7 +274,6 @@ class DiskOptimizerStep:
         self.staging_pool.keep_until(EndOfUpdate(pages.update, repr(owner.param16)))
         self._running.add(pages.update, chunks, partial(self._finish, pages))
 
-    @defer_sigint
     def _finish(self, pages: PageSet) -> None:
         """Wait for the update of a page set, and start to write it back."""
         try:

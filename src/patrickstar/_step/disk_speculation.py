@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Mapping, Sequence
 
-from patrickstar._hardware.defer_sigint import defer_sigint
 from patrickstar._kernels.update_rule import Rule
 from patrickstar._layout.schema import GRAD32
 from patrickstar._params.managed_param import ManagedParam
@@ -68,7 +67,6 @@ class DiskSpeculation:
         """Return whether all pages of a chunk are updated."""
         return index in self._updates and self._updates[index].complete
 
-    @defer_sigint
     def start(
         self, index: int, rules: Mapping[ManagedParam, Rule], scales: Sequence[float], inputs: Sequence[Chunk]
     ) -> bool:
@@ -88,14 +86,12 @@ class DiskSpeculation:
         self._count += 1
         return True
 
-    @defer_sigint
     def drop(self, index: int) -> None:
         """Drop an update, if it is still here."""
         update = self._updates.pop(index, None)
         if update is not None:
             self._disk_step.remove(update)
 
-    @defer_sigint
     def commit(self, index: int) -> None:
         """Exchange the pages of a chunk for its spare pages."""
         update, manager = self._updates.pop(index), self.data.manager

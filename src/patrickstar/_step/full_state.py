@@ -2,6 +2,7 @@
 
 import torch
 
+from patrickstar._hardware.sigint_gate import deferring_sigint
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.state_dict import ModelState
 from patrickstar._schedule.coordination import Request
@@ -30,7 +31,7 @@ class FullState:
             left = managed.param.detach().cpu()
             return left.clone() if out is None else out.copy_(left)
         self._check_open(managed)
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        with deferring_sigint(), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             self._optimizer_step.complete()
             self.data.synchronize_processes(Request.STATE)
             with self.data.collective_section():
@@ -44,7 +45,7 @@ class FullState:
         """
         self._check_open(managed)
         self.writes += 1
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        with deferring_sigint(), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             self._optimizer_step.complete()
             self._optimizer_step.flush()
             self.data.before_update(managed.location.chunk)

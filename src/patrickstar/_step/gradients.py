@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
+from patrickstar._hardware.sigint_gate import interruption_point
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.grad_norm import GradStats, grad_stats_of_parts
 from patrickstar._params.managed_param import ManagedParam
@@ -226,6 +227,7 @@ class Gradients:
             read = set(at_once)
             rest = [[managed for managed in group if managed not in read] for group in groups]
             for group in filter(None, [at_once, *rest]):
+                interruption_point()
                 for managed in group:
                     data.ensure_local(managed)
                 on_disk = [managed for managed in group if data.gradient_on_disk(managed)]

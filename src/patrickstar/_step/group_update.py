@@ -4,7 +4,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from patrickstar._hardware.defer_sigint import defer_sigint
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.rounding import canonical_nan_
 from patrickstar._kernels.torch_optim_group import GroupOptimizer, Member, tensor_bytes
@@ -46,7 +45,6 @@ class GroupUpdate:
         self._groups = groups
         self.optimizer.begin(groups)
 
-    @defer_sigint
     def run(self, scales: Sequence[float]) -> None:
         """Update every parameter that has a gradient, and the param groups; multiply the gradients by `scales`.
 

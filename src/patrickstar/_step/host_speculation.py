@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from patrickstar._hardware.defer_sigint import defer_sigint
 from patrickstar._hardware.profiler_range import profiler_range
 from patrickstar._hardware.transfer import Transfer
 from patrickstar._kernels.update_rule import Rule, Span
@@ -167,7 +166,6 @@ class HostSpeculation:
         """Return whether masters, states and sums of gradients are on the host."""
         return all(chunk.host.valid and not chunk.device.present for chunk in inputs[1:])
 
-    @defer_sigint
     def start(
         self, index: int, rules: Mapping[ManagedParam, Rule], scales: Sequence[float], inputs: Sequence[Chunk]
     ) -> bool:
@@ -221,7 +219,6 @@ class HostSpeculation:
         self.drop(next(iter(self._updates)))
         return True
 
-    @defer_sigint
     def drop(self, index: int) -> None:
         """Drop an update, if it is still here."""
         update = self._updates.pop(index, None)
@@ -273,7 +270,6 @@ class HostSpeculation:
         if not update.ended_late:
             running.finish_one(update.running)
 
-    @defer_sigint
     def _finish(self, update: _Update) -> None:
         """Wait for an update, and make its spare blocks the host copies of its chunks."""
         assert update.running is not None and update.blocks is not None, "its blocks were kept"

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from patrickstar._hardware.defer_sigint import defer_sigint
 from patrickstar._hardware.direct_io import PAGE_BYTES
+from patrickstar._hardware.sigint_gate import interruption_point
 from patrickstar._hardware.transfer import Transfer
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._params.managed_param import ManagedParam
@@ -123,6 +123,7 @@ class LockFreeUpdates:
         """Begin a step: end the updates that run, and those that may not wait any longer. Raises TrainingError."""
         self._end_running()
         for index in list(self._on_host):
+            interruption_point()
             self._end_or_withdraw(index, step)
         if self._in_progress:
             return  # it goes on after an interruption
@@ -134,7 +135,6 @@ class LockFreeUpdates:
             self._end_running()  # pages that were updated beside the last overdue one
         self._open(step)
 
-    @defer_sigint
     def _open(self, step: int) -> None:
         self._group_options.clear()
         self.buffer.step, self._in_progress = step, True
@@ -163,7 +163,6 @@ class LockFreeUpdates:
             late = {page.index for page in on_disk}
             self._disk_step.finish_pages(late, lambda: not any(page.pending for page in on_disk))
 
-    @defer_sigint
     def accept(
         self, index: int, groups: Mapping[ManagedParam, Mapping[str, Any] | None], scales: Sequence[float]
     ) -> None:
@@ -220,7 +219,6 @@ class LockFreeUpdates:
             self._queue()
         self.end_interrupted()
 
-    @defer_sigint
     def end_interrupted(self) -> None:
         """End a step that was interrupted and will not be repeated, if there is one."""
         if self._in_progress:
@@ -240,7 +238,6 @@ class LockFreeUpdates:
         for index in sorted(waiting, key=lambda each: (min(p.oldest for p in waiting[each]), -first_use(each))):
             self._start(index, waiting[index])
 
-    @defer_sigint
     def _start(self, index: int, pages: Sequence[BufferedPage]) -> None:
         """Start or queue the update of some pages of a chunk."""
         for page in pages:
@@ -264,7 +261,6 @@ class LockFreeUpdates:
         ranges = [(page.first, page.numel) for page in pages]
         self._disk_step.submit(index, self.buffer.rules(pages), (), self.buffer, ranges)
 
-    @defer_sigint
     def _end_on_host(self, index: int) -> None:
         """Wait for the update of a chunk whose states are on the host."""
         update = self._on_host.pop(index)
@@ -277,7 +273,6 @@ class LockFreeUpdates:
         for page in update.pages:
             self.buffer.note_update(index, page.first)
 
-    @defer_sigint
     def _end_or_withdraw(self, index: int, step: int) -> None:
         """End the update of a chunk whose states are on the host, or withdraw it if it has not begun and may wait."""
         update = self._on_host[index]
@@ -290,7 +285,6 @@ class LockFreeUpdates:
         else:
             self._running.finish_one(update.running)
 
-    @defer_sigint
     def withdraw_from_disk(self, index: int) -> None:
         """Withdraw the queued updates of a chunk whose states are about to move."""
         if self._disk_step is None:
@@ -351,7 +345,7 @@ class LockFreeUpdates:
     def complete(self) -> None:
         """Make all updates for which there are gradients."""
         if self._disk_step is not None:
-            self._disk_step.finish()
+            self._disk_step.finish_all()
         for update in list(self._on_host.values()):
             self._running.finish_one(update.running)
         self._update_all(by_chunk(self.buffer.pending()))
@@ -359,17 +353,16 @@ class LockFreeUpdates:
     def publish_all(self) -> None:
         """Make the newest parameters those that operators read. All updates have ended."""
         for managed in self.data.managed_params:
+            interruption_point()
             self._publish(managed)
         self.data.update_param_views()
         self._end_flush()
 
-    @defer_sigint
     def _end_flush(self) -> None:
         self.buffer.forget_updates()
         self.staleness, self._in_progress = (0.0, 0), False
         self._write_log(flush=True)
 
-    @defer_sigint
     def _publish(self, managed: ManagedParam) -> None:
         if not managed.state.late:
             return

@@ -5,8 +5,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from patrickstar._hardware.defer_sigint import defer_sigint
 from patrickstar._hardware.profiler_range import profiler_range
+from patrickstar._hardware.sigint_gate import interruption_point
 from patrickstar._hardware.transfer import Transfer
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.update_rule import Rule
@@ -117,6 +117,7 @@ class OptimizerStep:
         if lock_free is not None:
             lock_free.begin_step(self.steps)
         for index in indices:
+            interruption_point()
             if not self.is_late:
                 self.update_chunk(index, group_of, scales)
             elif lock_free is None:
@@ -167,7 +168,6 @@ class OptimizerStep:
         self._in_step, self._backward_id = True, self.data.backward_id
         self.rules.note_updates(self.data, groups)
 
-    @defer_sigint
     def end_step(self, param_groups: Iterable[dict[str, Any]] = ()) -> None:
         """End the step that `begin_step` has begun.
 
@@ -224,7 +224,7 @@ class OptimizerStep:
             if self.lock_free is not None:
                 self.lock_free.complete()
             if self.disk_step is not None:
-                self.disk_step.finish()
+                self.disk_step.finish_all()
         elif self.running or self.disk_step is not None:
             chunks = [managed.shard_chunk for managed in managed_params]
             for chunk in chunks:
@@ -233,7 +233,6 @@ class OptimizerStep:
             if deferred and self.disk_step is not None:
                 self.disk_step.finish(deferred)  # together: pages of one are updated while those of others are read
 
-    @defer_sigint
     def update_chunk(self, index: int, group_of: GroupOf, scales: Sequence[float], *, first: bool = False) -> None:
         """Update the parameters of one chunk, as `run` does; `first`: before updates that have not begun."""
         managed_params = self.data.by_chunk[index]
@@ -273,7 +272,6 @@ class OptimizerStep:
         else:
             self.running.add(running, used, partial(self._finish, running, rules, renewed), renewed)
 
-    @defer_sigint
     def _delay_chunk(self, index: int, group_of: GroupOf, scales: Sequence[float]) -> None:
         """End the delayed update of one chunk, and start the next one."""
         managed_params = self.data.by_chunk[index]
@@ -287,7 +285,6 @@ class OptimizerStep:
         self.tiers.move(index, managed_params)
         self.delayed.update(index, self.rules.next(managed_params, group_of), scales)
 
-    @defer_sigint
     def _buffer_chunk(self, lock_free: LockFreeUpdates, index: int, group_of: GroupOf, scales: Sequence[float]) -> None:
         """Add the gradients of one chunk to the buffers, and replace them by the newest parameters."""
         managed_params = self.data.by_chunk[index]
@@ -310,7 +307,6 @@ class OptimizerStep:
         self._order.pop(index, None)
         self._order[index] = None
 
-    @defer_sigint
     def _finish(self, running: Transfer, rules: Mapping[ManagedParam, Rule], renewed: Chunk | None) -> None:
         """Wait for the update of one chunk's parameters; `renewed`: their chunk if its host copy was written."""
         try:

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import torch
 
-from patrickstar._hardware.defer_sigint import defer_sigint
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.update_rule import Span
 from patrickstar._params.model_data import ModelData
@@ -20,7 +19,6 @@ class PagesInMemory:
         self.buffer = buffer
         self._kernels = kernels
 
-    @defer_sigint
     def update(self, index: int, pages: Sequence[BufferedPage]) -> None:
         """Update pages of a chunk, and wait."""
         for span in self.spans(index, pages):

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-from patrickstar._hardware.defer_sigint import defer_sigint
 from patrickstar._params.model_data import ModelData
 from patrickstar._step.disk_update import DiskUpdate
 from patrickstar._step.staging_pool import StagingPool
@@ -31,7 +30,6 @@ class ReadAhead:
         earlier = {chunk: expected for chunk, expected in self.expected.items() if chunk != update.index}
         self.expected = earlier | {update.index: update.pages}
 
-    @defer_sigint
     def start(self, updates: Sequence[DiskUpdate]) -> None:
         """Start to read as many pages as the pool has buffers for: of queued updates, then of expected ones."""
         self.staging_pool.collect()

@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from patrickstar._hardware.defer_sigint import defer_sigint
+from patrickstar._hardware.sigint_gate import interruption_point
 from patrickstar._hardware.transfer import Transfer
 from patrickstar._tiers.chunk import Chunk, Copy
 
@@ -114,7 +114,6 @@ class RunningUpdates:
         for copy in copies:
             copy.end_update = partial(self.finish_one, update)
 
-    @defer_sigint
     def finish_one(self, update: Transfer) -> None:
         """Finish an update, and those before it if they are in order. Raises the error of the first that failed."""
         while self.in_order and update in self._entries:
@@ -132,7 +131,6 @@ class RunningUpdates:
         while self._entries and next(iter(self._entries)).done:
             self.finish_first()
 
-    @defer_sigint
     def finish_first(self) -> None:
         """Finish the first update. Raises its error."""
         self._remove(next(iter(self._entries))).finish()
@@ -141,6 +139,7 @@ class RunningUpdates:
         """Finish all updates. Raises the error of the first that failed, once all have ended."""
         errors = []
         while self._entries:
+            interruption_point()
             try:
                 self.finish_first()
             except Exception as error:
@@ -158,7 +157,6 @@ class RunningUpdates:
         for update in list(self._entries):
             self._remove(update)
 
-    @defer_sigint
     def _remove(self, update: Transfer) -> _Entry:
         entry = self._entries.pop(update)
         if not self._entries:

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from patrickstar._hardware.defer_sigint import defer_sigint
 from patrickstar._kernels.update_rule import Rule
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
@@ -154,7 +153,6 @@ class Speculation:
         if self._assumption.candidates:
             self._start(self._assumption)
 
-    @defer_sigint
     def _start(self, assumption: _Assumption) -> None:
         capacity = {speculator: speculator.capacity for speculator in self._speculators}
         for index in assumption.candidates[::-1]:
@@ -189,7 +187,6 @@ class Speculation:
 
     # The step
 
-    @defer_sigint
     def decide(self, group_of: GroupOf, options: Any, scales: Sequence[float], overflow: bool) -> None:
         """Commit the updates that a step's decisions confirm, and drop the others.
 
@@ -236,7 +233,6 @@ class Speculation:
             and self._optimizer_step.rules.next(self.data.by_chunk[index], group_of) == update.rules
         )
 
-    @defer_sigint
     def cancel(self) -> None:
         """Drop all updates."""
         self.data.updaters.discard(id(self))

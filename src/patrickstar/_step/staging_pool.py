@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from patrickstar._chunks.chunk_manager import ChunkManager
-from patrickstar._hardware.defer_sigint import defer_sigint
 from patrickstar._hardware.transfer import Transfer
 from patrickstar._hardware.vm_pool import round_up
 from patrickstar._tiers.chunk import Chunk
@@ -131,7 +130,6 @@ class StagingPool:
         """Return whether the page that begins at element `first` of any list is being written."""
         return any(chunk.disk.writes_page(first * chunk.dtype.itemsize) for chunk in lists)
 
-    @defer_sigint
     def start_read(self, lists: list[Chunk], first: int, numel: int) -> PageSet | None:
         """Start to read a page of each list; None without free buffers or while an earlier update of it is written."""
         free = self.free()
@@ -142,7 +140,6 @@ class StagingPool:
         self.complete(pages)
         return pages
 
-    @defer_sigint
     def complete(self, pages: PageSet) -> None:
         """Start the reads of a page set that have not started yet."""
         if len(pages.reads) == len(pages.lists):
@@ -175,14 +172,12 @@ class StagingPool:
             pages.param_buffer = free[0]
         return pages.param_buffer is not None
 
-    @defer_sigint
     def write(self, pages: PageSet, lists: Sequence[Chunk]) -> None:
         """Start to write back the pages of the given lists."""
         for chunk, number in zip(pages.lists, pages.buffers, strict=True):
             if chunk in lists:
                 self._start_write(pages, chunk, number)
 
-    @defer_sigint
     def write_spare(self, pages: PageSet, param16: Chunk) -> None:
         """Start to write pages of all lists, and of the new parameters, to spare pages of their chunks."""
         assert pages.param_buffer is not None, "a page set without new parameters"
@@ -210,14 +205,12 @@ class StagingPool:
         if written is not None:
             self.wait(written.writes)
 
-    @defer_sigint
     def drop(self, pages: PageSet) -> None:
         """Free the buffers of an unused page set, after its I/O: a running read would write into reused buffers."""
         self.wait(pages.reads)
         self.wait(pages.writes)
         self.live.remove(pages)
 
-    @defer_sigint
     def collect(self) -> None:
         """Free the buffers of page sets that are written back."""
         for pages in [pages for pages in self.live if pages.updated]:

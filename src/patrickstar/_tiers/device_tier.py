@@ -1,6 +1,5 @@
 """Device tier: device memory of chunks, and its budget."""
 
-from patrickstar._hardware.defer_sigint import defer_sigint
 from patrickstar._hardware.memory_meter import Meter
 from patrickstar._schedule.fragmentation import NO_FRAGMENTATION
 from patrickstar._schedule.placement import Tier
@@ -123,7 +122,6 @@ class DeviceTier:
         if self.page_pool is not None and self.page_pool.parked_bytes > max(0, limit_bytes - self.used):
             self._trim(limit_bytes)
 
-    @defer_sigint
     def _trim(self, limit_bytes: int) -> None:
         assert self.page_pool is not None
         self.page_pool.trim(limit_bytes - self.used)
