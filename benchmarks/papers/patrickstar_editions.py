@@ -7,9 +7,10 @@ from typing import Any
 from patrickstar_v043.simulation import BATCHES, OriginalStep, best_step
 from published import BEYOND, HALF_NODE, HELD_OUT_RUNS, NODE, PC, SMALL, VOCAB, points
 
+from papers.counts import PAPER_OPERATIONS
 from papers.estimates import workloads
 from papers.figures import Figure, Section
-from patrickstar._perf_model.gpt_costs import PAPER_OPERATIONS, Gpt
+from patrickstar._perf_model.gpt_costs import Gpt
 from patrickstar._perf_model.machine_spec import Machine, find_machine
 from patrickstar._perf_model.mesh import Mesh
 from patrickstar._perf_model.perf_model import Estimate, best_estimate

@@ -9,7 +9,7 @@ from patrickstar._perf_model.machine_spec import find_machine
 from patrickstar._perf_model.mesh import Mesh
 from patrickstar._perf_model.perf_model import fits
 from patrickstar._perf_model.replicas import with_smallest_replicas
-from patrickstar._perf_model.workload import gpt_workload
+from patrickstar._perf_model.workload import shape_workload
 
 SERVER = find_machine("8xA100-40GB-11TB")
 
@@ -19,7 +19,7 @@ def test_replicas_are_the_smallest_that_fit_in_memory():
     diskless, mesh = SERVER.model_copy(update={"disk": None}), Mesh(nodes=20, gpus=8)
 
     def workloads(mesh):
-        return lambda batch, recompute: gpt_workload(gpt, batch, recompute, mesh)
+        return lambda batch, recompute: shape_workload(gpt, batch, recompute, mesh)
 
     for machine in (diskless, SERVER):
         chosen = with_smallest_replicas(workloads, machine, mesh, (True,), batch=1)
@@ -28,7 +28,7 @@ def test_replicas_are_the_smallest_that_fit_in_memory():
             candidate = replace(mesh, replica_nodes=nodes)
             assert fits(workloads(candidate)(1, True), diskless, candidate) is (nodes >= chosen.replica_nodes)
     small = PRESETS["gpt-1b"]
-    found = with_smallest_replicas(lambda mesh: partial(gpt_workload, small, mesh=mesh), SERVER, mesh, (True,), 1)
+    found = with_smallest_replicas(lambda mesh: partial(shape_workload, small, mesh=mesh), SERVER, mesh, (True,), 1)
     assert found == mesh
     tiny = diskless.model_copy(update={"host": SERVER.host.model_copy(update={"memory": 10**6})})
     assert with_smallest_replicas(workloads, tiny, mesh, (True,), 1) == mesh, "the error is that of the given mesh"

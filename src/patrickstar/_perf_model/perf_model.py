@@ -7,7 +7,7 @@ minimizes the time of the busiest channel; another finds the missing bytes if th
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from patrickstar._layout.byte_size import format_size
 from patrickstar._perf_model.channels import total
@@ -158,27 +158,6 @@ def estimate(work: Workload, machine: Machine, mesh: Mesh = ONE_PROCESS, *, lock
         experts[0] if experts else None,
         None if program.frozen is None else program.frozen.shares(solution),
     )
-
-
-def min_transfer_bytes(work: Workload, machine: Machine, mesh: Mesh = ONE_PROCESS) -> tuple[int, int]:
-    """Return lower bounds of the bytes of a step between host and device, and to and from disk, per process.
-
-    Each bound is minimized separately and assumes no non-model data, because a plan may use the memory that non-model
-    data leaves free below its peak. Embedding lookups on the host are not considered.
-
-    Raises:
-        BudgetError: The model does not fit.
-    """
-    amounts = {channel.name: channel.amount for channel in StepProgram(work, machine, mesh).channels()}
-    program = StepProgram(replace(work, non_model_bytes=0, working_bytes=0, peak_working_bytes=0), machine, mesh)
-    bounds = []
-    for pair in (("host to device", "device to host"), ("disk read", "disk write")):
-        transferred = total([amounts.get(name, 0 * program.one) for name in pair])
-        solution = program.minimize(transferred / 1e9)
-        if solution is None:
-            raise _budget_error(work, machine, mesh)
-        bounds.append(math.ceil(value(transferred, solution)))
-    return bounds[0], bounds[1]
 
 
 def min_extra_bytes(work: Workload, machine: Machine, mesh: Mesh, tier: MemoryTier) -> int | None:

@@ -15,7 +15,7 @@ from patrickstar._perf_model.gpt_costs import Gpt
 from patrickstar._perf_model.machine_spec import Machine
 from patrickstar._perf_model.mesh import Mesh
 from patrickstar._perf_model.t5_costs import T5
-from patrickstar._perf_model.workload import Workloads, gpt_workload, t5_workload
+from patrickstar._perf_model.workload import Workloads, shape_workload
 from patrickstar.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -90,13 +90,9 @@ def planned_shape(name: str, shape: Gpt | T5, capacity_factor: float | None = No
         if shape.experts is None:
             raise ConfigError(f"--capacity-factor {capacity_factor:g}: {name} has no experts")
         shape = replace(shape, experts=replace(shape.experts, capacity_factor=capacity_factor))
-    if isinstance(shape, T5):
-        layers, of_shape = f"{shape.layers} encoder and {shape.layers} decoder layers", partial(t5_workload, shape)
-    else:
-        layers, of_shape = f"{shape.layers} layers", partial(gpt_workload, shape)
     traced = partial(_traced_preset, name, shape) if isinstance(shape, Preset) else None
-    text = f"{name}, {layers} x {shape.hidden}{_described(shape.experts)}"
-    return PlannedModel(text, shape.sequence, lambda mesh: partial(of_shape, mesh=mesh), traced)
+    text = f"{name}, {shape.described_layers} x {shape.hidden}{_described(shape.experts)}"
+    return PlannedModel(text, shape.sequence, lambda mesh: partial(shape_workload, shape, mesh=mesh), traced)
 
 
 def planned_trace(model: "TracedModel", machine: Machine) -> PlannedModel:
