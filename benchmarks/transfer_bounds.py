@@ -3,11 +3,10 @@
 import math
 from dataclasses import replace
 
-from patrickstar._perf_model.channels import total
 from patrickstar._perf_model.linear_program import value
 from patrickstar._perf_model.machine_spec import Machine
 from patrickstar._perf_model.mesh import Mesh
-from patrickstar._perf_model.step_program import StepProgram
+from patrickstar._perf_model.step_program import StepProgram, total
 from patrickstar._perf_model.workload import Workload
 
 

@@ -13,8 +13,7 @@ from patrickstar._models.presets import PRESETS, T5_PRESETS
 from patrickstar._perf_model.gpt_costs import Gpt
 from patrickstar._perf_model.machine_spec import Machine
 from patrickstar._perf_model.mesh import Mesh
-from patrickstar._perf_model.perf_model import estimate, fits, largest_batch
-from patrickstar._perf_model.replicas import with_smallest_replicas
+from patrickstar._perf_model.perf_model import estimate, fits, largest_batch, with_smallest_replicas
 from patrickstar._perf_model.t5_costs import T5
 from patrickstar._perf_model.workload import Workloads, shape_workload
 

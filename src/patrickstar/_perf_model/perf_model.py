@@ -6,17 +6,16 @@ minimizes the time of the busiest channel; another finds the missing bytes if th
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from patrickstar._layout.byte_size import format_size
-from patrickstar._perf_model.channels import total
 from patrickstar._perf_model.frozen_data import FrozenShares
 from patrickstar._perf_model.linear_program import SLACK, value
 from patrickstar._perf_model.machine_spec import Machine
-from patrickstar._perf_model.mesh import Mesh
+from patrickstar._perf_model.mesh import Mesh, one_divides_the_other
 from patrickstar._perf_model.model_data import Shares
-from patrickstar._perf_model.step_program import MemoryTier, StepProgram
+from patrickstar._perf_model.step_program import MemoryTier, StepProgram, total
 from patrickstar._perf_model.workload import Workload, Workloads
 from patrickstar.errors import BudgetError
 
@@ -206,6 +205,32 @@ def fits(work: Workload, machine: Machine, mesh: Mesh) -> bool:
     """Return whether some placement respects all budgets."""
     program = StepProgram(work, machine, mesh)
     return program.minimize(program.one) is not None
+
+
+def with_smallest_replicas(
+    workloads: Callable[[Mesh], Workloads], machine: Machine, mesh: Mesh, checkpointing: Sequence[bool], batch: int
+) -> Mesh:
+    """Return the mesh with the smallest replicas that fit in memory, or else with a disk; as it is if none fits.
+
+    Each further replica costs a copy of the parameters.
+
+    Args:
+        workloads: Returns the workloads of one process of a mesh.
+        mesh: Processes; its replicas have the smallest number of nodes that is considered.
+        batch: Number of sequences.
+    """
+    candidates = [
+        replace(mesh, replica_nodes=nodes)
+        for nodes in range(mesh.replica_nodes, mesh.nodes + 1)
+        if mesh.nodes % nodes == 0 and one_divides_the_other(nodes * mesh.gpus, mesh.ep)
+    ]
+    if len(candidates) == 1:
+        return mesh
+    for tiers in (machine.model_copy(update={"disk": None}), machine):
+        for candidate in candidates:
+            if any(fits(workloads(candidate)(batch, recompute), tiers, candidate) for recompute in checkpointing):
+                return candidate
+    return mesh
 
 
 def largest_batch(work_of: Workloads, machine: Machine, mesh: Mesh, checkpointing: bool, below: int = MOST) -> int:

@@ -10,8 +10,7 @@ from patrickstar._models.presets import Preset
 from patrickstar._perf_model.machine_spec import Machine
 from patrickstar._perf_model.margins import NO_BUDGET_GIVEN, Margins
 from patrickstar._perf_model.mesh import Mesh
-from patrickstar._perf_model.perf_model import MOST, Estimate, best_estimate, largest_batch
-from patrickstar._perf_model.replicas import with_smallest_replicas
+from patrickstar._perf_model.perf_model import MOST, Estimate, best_estimate, largest_batch, with_smallest_replicas
 from patrickstar._perf_model.text_tables import format_seconds
 from patrickstar._perf_model.workload import on_lines
 from patrickstar._plan.plan import Plan

@@ -7,8 +7,7 @@ from patrickstar._models.presets import PRESETS
 from patrickstar._perf_model.gpt_costs import Gpt
 from patrickstar._perf_model.machine_spec import find_machine
 from patrickstar._perf_model.mesh import Mesh
-from patrickstar._perf_model.perf_model import fits
-from patrickstar._perf_model.replicas import with_smallest_replicas
+from patrickstar._perf_model.perf_model import fits, with_smallest_replicas
 from patrickstar._perf_model.workload import shape_workload
 
 SERVER = find_machine("8xA100-40GB-11TB")
