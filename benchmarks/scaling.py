@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -105,7 +106,7 @@ def step(shape: Gpt | T5, batch: int, mesh: Mesh, machine: Machine = SERVER) -> 
 def best(shape: Gpt | T5, mesh: Mesh, machine: Machine = SERVER) -> Estimate:
     """Return the estimate at the batch with the most tokens per second, with recomputation or without."""
     mesh = replicated(shape, 1, mesh, machine)
-    return best_estimate(lambda batch, recompute: shape_workload(shape, batch, recompute, mesh), machine, mesh)
+    return best_estimate(partial(shape_workload, shape), machine, mesh)
 
 
 def curve(shape: Gpt | T5, batch: int) -> dict[int, Estimate | None]:

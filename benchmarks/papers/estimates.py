@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 from dry_runs import builder_of, dry_run
 from steps import checkpointed
@@ -15,20 +15,16 @@ from patrickstar._perf_model.machine_spec import Machine
 from patrickstar._perf_model.mesh import Mesh
 from patrickstar._perf_model.perf_model import estimate, fits, largest_batch, with_smallest_replicas
 from patrickstar._perf_model.t5_costs import T5
-from patrickstar._perf_model.workload import Workloads, shape_workload
+from patrickstar._perf_model.workload import shape_workload
 
 MOST_LAYERS = 4096
 """More layers than any of these machines holds."""
 ONE_GPU = Mesh()
 
 
-def workloads(shape: Gpt | T5, mesh: Mesh) -> Workloads:
-    return lambda batch, recompute: shape_workload(shape, batch, recompute, mesh)
-
-
 def replicated(shape: Gpt | T5, batch: int, mesh: Mesh, machine: Machine) -> Mesh:
     """Return the mesh with the smallest replicas in which a model fits with recomputation."""
-    return with_smallest_replicas(lambda mesh: workloads(shape, mesh), machine, mesh, (True,), batch)
+    return with_smallest_replicas(partial(shape_workload, shape), machine, mesh, (True,), batch)
 
 
 @cache
@@ -46,7 +42,7 @@ def samples_per_s(shape: Gpt | T5, batch: int, machine: Machine, mesh: Mesh, loc
 def most_samples(shape: Gpt | T5, machine: Machine, mesh: Mesh) -> int:
     """Return the largest number of samples per process that fits."""
     mesh = replicated(shape, 1, mesh, machine)
-    return largest_batch(workloads(shape, mesh), machine, mesh, True)
+    return largest_batch(partial(shape_workload, shape), machine, mesh, True)
 
 
 @cache

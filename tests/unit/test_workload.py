@@ -38,15 +38,15 @@ def test_a_model_with_128_experts_has_its_published_size():
 def test_memory_between_two_powers_of_two_is_on_a_line(checkpointing):
     asked = []
 
-    def counted(batch, recompute):
+    def counted(batch, recompute, mesh):
         asked.append(batch)
-        return shape_workload(PRESETS["gpt-4b"], batch, recompute)
+        return shape_workload(PRESETS["gpt-4b"], batch, recompute, mesh)
 
     workloads = on_lines(counted)
     for batch in (1, 2, 16):
-        assert workloads(batch, checkpointing) == shape_workload(PRESETS["gpt-4b"], batch, checkpointing)
+        assert workloads(batch, checkpointing, Mesh()) == shape_workload(PRESETS["gpt-4b"], batch, checkpointing)
     assert asked == [1, 2, 16]
     for batch in (3, 17, 31):
-        found, exact = workloads(batch, checkpointing), shape_workload(PRESETS["gpt-4b"], batch, checkpointing)
+        found, exact = workloads(batch, checkpointing, Mesh()), shape_workload(PRESETS["gpt-4b"], batch, checkpointing)
         assert found.batch == batch and found.device_bytes == pytest.approx(exact.device_bytes, rel=1e-3)
     assert set(asked) == {1, 2, 4, 16, 32}

@@ -6,14 +6,14 @@ minimizes the time of the busiest channel; another finds the missing bytes if th
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from patrickstar._layout.byte_size import format_size
 from patrickstar._perf_model.frozen_data import FrozenShares
 from patrickstar._perf_model.linear_program import SLACK, value
 from patrickstar._perf_model.machine_spec import Machine
-from patrickstar._perf_model.mesh import Mesh, one_divides_the_other
+from patrickstar._perf_model.mesh import ONE_PROCESS, Mesh, one_divides_the_other
 from patrickstar._perf_model.model_data import Shares
 from patrickstar._perf_model.step_program import MemoryTier, StepProgram, total
 from patrickstar._perf_model.workload import Workload, Workloads
@@ -23,8 +23,6 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 """Candidate batch sizes in sequences per process."""
 MOST = 1 << 20
 """More sequences than any process trains in a step."""
-
-ONE_PROCESS = Mesh()
 
 
 @dataclass(frozen=True)
@@ -186,7 +184,7 @@ def best_estimate(
     for recompute in checkpointing:
         for batch in sorted(batches):
             try:
-                estimates.append(estimate(work_of(batch, recompute), machine, mesh))
+                estimates.append(estimate(work_of(batch, recompute, mesh), machine, mesh))
             except BudgetError as error:
                 first_error = first_error or error
                 break  # larger batches need more memory
@@ -208,14 +206,13 @@ def fits(work: Workload, machine: Machine, mesh: Mesh) -> bool:
 
 
 def with_smallest_replicas(
-    workloads: Callable[[Mesh], Workloads], machine: Machine, mesh: Mesh, checkpointing: Sequence[bool], batch: int
+    work_of: Workloads, machine: Machine, mesh: Mesh, checkpointing: Sequence[bool], batch: int
 ) -> Mesh:
     """Return the mesh with the smallest replicas that fit in memory, or else with a disk; as it is if none fits.
 
     Each further replica costs a copy of the parameters.
 
     Args:
-        workloads: Returns the workloads of one process of a mesh.
         mesh: Processes; its replicas have the smallest number of nodes that is considered.
         batch: Number of sequences.
     """
@@ -228,7 +225,7 @@ def with_smallest_replicas(
         return mesh
     for tiers in (machine.model_copy(update={"disk": None}), machine):
         for candidate in candidates:
-            if any(fits(workloads(candidate)(batch, recompute), tiers, candidate) for recompute in checkpointing):
+            if any(fits(work_of(batch, recompute, candidate), tiers, candidate) for recompute in checkpointing):
                 return candidate
     return mesh
 
@@ -237,7 +234,7 @@ def largest_batch(work_of: Workloads, machine: Machine, mesh: Mesh, checkpointin
     """Return the largest number of sequences per process that fits; 0 if not even one does."""
 
     def possible(batch: int) -> bool:
-        return fits(work_of(batch, checkpointing), machine, mesh)
+        return fits(work_of(batch, checkpointing, mesh), machine, mesh)
 
     if not possible(1):
         return 0

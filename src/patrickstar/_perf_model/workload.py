@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from patrickstar._perf_model.collective_costs import all_reduce_bytes, exchange_bytes
 from patrickstar._perf_model.experts import Experts, expected_maximum
-from patrickstar._perf_model.mesh import Mesh
+from patrickstar._perf_model.mesh import ONE_PROCESS, Mesh
 from patrickstar._perf_model.transformer_shape import HALF, SINGLE, TransformerShape
 from patrickstar.errors import ConfigError
 
@@ -122,8 +122,8 @@ class Workload:
         return math.ceil(2 / self.fill_share)
 
 
-Workloads = Callable[[int, bool], Workload]
-"""Function from (sequences per process, checkpointing) to the workload."""
+Workloads = Callable[[int, bool, Mesh], Workload]
+"""Function from (sequences per process, checkpointing, mesh) to the workload of one process."""
 
 
 def on_lines(workloads: Workloads) -> Workloads:
@@ -133,12 +133,12 @@ def on_lines(workloads: Workloads) -> Workloads:
     constant part.
     """
 
-    def workload(batch: int, checkpointing: bool) -> Workload:
+    def workload(batch: int, checkpointing: bool, mesh: Mesh) -> Workload:
         power = 1 << (batch.bit_length() - 1)
-        smaller = workloads(power, checkpointing)
+        smaller = workloads(power, checkpointing, mesh)
         if batch == power:
             return smaller
-        more = workloads(2 * power, checkpointing).device_bytes - smaller.device_bytes
+        more = workloads(2 * power, checkpointing, mesh).device_bytes - smaller.device_bytes
         grown = math.ceil(more * (batch / power - 1))
         return replace(smaller, batch=batch, non_model_bytes=smaller.non_model_bytes + grown)
 
@@ -146,7 +146,7 @@ def on_lines(workloads: Workloads) -> Workloads:
 
 
 def shape_workload(
-    shape: TransformerShape, batch: int, checkpointing: bool = True, mesh: Mesh | None = None
+    shape: TransformerShape, batch: int, checkpointing: bool = True, mesh: Mesh = ONE_PROCESS
 ) -> Workload:
     """Return the workload of one process for `batch` sequences, with fused attention, which saves no scores.
 
@@ -155,7 +155,6 @@ def shape_workload(
     Raises:
         ConfigError: The mesh does not divide the model.
     """
-    mesh = mesh or Mesh()
     _check_division(shape, mesh)
     tokens, tp = batch * shape.sequence, mesh.tp
     experts = _expert_load(shape, tokens, checkpointing, mesh) if shape.expert_layers else None

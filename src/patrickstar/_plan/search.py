@@ -92,7 +92,7 @@ class Search:
 
     def best(self, model: PlannedModel, machine: Machine, mesh: Mesh) -> Estimate:
         """Return the fastest estimate. Raise BudgetError if the model does not fit."""
-        return best_estimate(model.workloads(mesh), self.budgets(machine, mesh), mesh, self.checkpointing, self.batches)
+        return best_estimate(model.workload, self.budgets(machine, mesh), mesh, self.checkpointing, self.batches)
 
     def best_or_none(self, model: PlannedModel, machine: Machine, mesh: Mesh) -> Estimate | None:
         """Return the fastest estimate; None if the model does not fit."""
@@ -145,11 +145,11 @@ class Search:
                 best = replace(self, batches=smaller).best(model, self.machine, mesh)
 
     def _largest_batch(self, model: PlannedModel, mesh: Mesh, recompute: bool, below: int = MOST) -> int:
-        return largest_batch(on_lines(model.workloads(mesh)), self.budgets(self.machine, mesh), mesh, recompute, below)
+        return largest_batch(on_lines(model.workload), self.budgets(self.machine, mesh), mesh, recompute, below)
 
     def _with_replicas(self, model: PlannedModel) -> Mesh:
         machine = self.budgets(self.machine, self.mesh)
-        return with_smallest_replicas(model.workloads, machine, self.mesh, self.checkpointing, min(self.batches))
+        return with_smallest_replicas(model.workload, machine, self.mesh, self.checkpointing, min(self.batches))
 
     def _smaller_batch(self, model: PlannedModel, mesh: Mesh) -> str:
         """Return a hint with the batches that fit, empty if there are none."""
