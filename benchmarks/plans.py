@@ -11,12 +11,13 @@ from itertools import product
 
 from dry_runs import builder_of, dry_run, without_disk
 from report import publish, shown
+from transfer_bounds import min_transfer_bytes
 
 import patrickstar as ps
 from patrickstar._layout.byte_size import format_size
 from patrickstar._models.model_source import find_model
 from patrickstar._perf_model.machine_spec import find_machine
-from patrickstar._perf_model.perf_model import estimate, min_transfer_bytes
+from patrickstar._perf_model.perf_model import estimate
 from patrickstar._plan.traced_model import language_model
 
 SEQUENCE = 1024

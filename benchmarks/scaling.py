@@ -11,10 +11,11 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
-from papers.estimates import replicated, workload
+from papers.estimates import replicated
 from report import publish_text, table
 
 from patrickstar._hardware.machine_name import machine_name
@@ -26,6 +27,7 @@ from patrickstar._perf_model.machine_spec import Machine, Network, find_machine
 from patrickstar._perf_model.mesh import Mesh
 from patrickstar._perf_model.perf_model import Estimate, best_estimate, estimate
 from patrickstar._perf_model.t5_costs import T5
+from patrickstar._perf_model.workload import shape_workload
 from patrickstar.errors import BudgetError
 
 PICTURE = Path(__file__).parents[1] / "docs" / "scaling.svg"
@@ -96,7 +98,7 @@ def step(shape: Gpt | T5, batch: int, mesh: Mesh, machine: Machine = SERVER) -> 
     """Return the estimate with recomputation; None if the model does not fit."""
     mesh = replicated(shape, batch, mesh, machine)
     try:
-        return estimate(workload(shape, batch, True, mesh), machine, mesh)
+        return estimate(shape_workload(shape, batch, True, mesh), machine, mesh)
     except BudgetError:
         return None
 
@@ -104,7 +106,7 @@ def step(shape: Gpt | T5, batch: int, mesh: Mesh, machine: Machine = SERVER) -> 
 def best(shape: Gpt | T5, mesh: Mesh, machine: Machine = SERVER) -> Estimate:
     """Return the estimate at the batch with the most tokens per second, with recomputation or without."""
     mesh = replicated(shape, 1, mesh, machine)
-    return best_estimate(lambda batch, recompute: workload(shape, batch, recompute, mesh), machine, mesh)
+    return best_estimate(partial(shape_workload, shape), machine, mesh)
 
 
 def curve(shape: Gpt | T5, batch: int) -> dict[int, Estimate | None]:

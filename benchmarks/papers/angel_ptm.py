@@ -6,6 +6,7 @@ from functools import partial
 
 from dry_runs import without_disk
 
+from papers.counts import embedding_numel, layer_tensors
 from papers.estimates import (
     all_gpus_as_one,
     changed,
@@ -13,7 +14,6 @@ from papers.estimates import (
     dry_run_s,
     most_samples,
     samples_per_s,
-    workload,
 )
 from papers.figures import Figure, Section
 from patrickstar._models.presets import MOE_PRESETS, PRESETS, T5_PRESETS
@@ -22,7 +22,7 @@ from patrickstar._perf_model.gpt_costs import SAVED_BYTES_PER_HIDDEN, Gpt
 from patrickstar._perf_model.machine_spec import find_machine
 from patrickstar._perf_model.mesh import Mesh
 from patrickstar._perf_model.t5_costs import T5
-from patrickstar._perf_model.workload import PARAM_BYTES, STATE_BYTES
+from patrickstar._perf_model.workload import PARAM_BYTES, STATE_BYTES, shape_workload
 
 SERVER = find_machine("8xA100-40GB-11TB")
 IN_MEMORY = without_disk(SERVER.name)
@@ -92,7 +92,7 @@ def shapes() -> Iterator[Figure]:
     for model, (shape, billions, note) in PRINTED.items():
         experts = "" if shape.experts is None else f", {shape.experts.count} experts"
         printed = f"{shape.layers} layers, {shape.heads} heads, {shape.hidden} x {shape.feed_forward.ffn}{experts}"
-        numel = (shape.numel - shape.embedding_numel) / 1e9
+        numel = (shape.numel - embedding_numel(shape)) / 1e9
         yield Figure("Table 4", f"{model}, billions in layers: {printed}", billions, numel, note)
     table, gib, matrices = "Table 1, section 2.2", GPT_3.layers * GPT_3.hidden / 2**30, 12 * GPT_3.hidden
     note = "a gradient takes the place of its parameter"
@@ -101,7 +101,7 @@ def shapes() -> Iterator[Figure]:
     note = "1 x 2048, all of them saved; the paper adds a gradient of each"
     yield Figure(table, "GPT-3, activations, GB", 162, SAVED_BYTES_PER_HIDDEN * GPT_3.sequence * gib, note)
     note = "in 16 bits, half of it, the least size of a chunk"
-    yield Figure("Table 2", "GPT-3, largest parameter in fp32, MB", 2304, 4 * max(GPT_3.layer_tensors()) / 2**20, note)
+    yield Figure("Table 2", "GPT-3, largest parameter in fp32, MB", 2304, 4 * max(layer_tensors(GPT_3)) / 2**20, note)
 
 
 def largest_models() -> Iterator[Figure]:
@@ -135,7 +135,7 @@ def simulated(model: str, batch: int, sequence: int) -> float:
 
 def needed_tflops(shape: Gpt | T5, rate: float, gpus: int = EIGHT.gpus) -> str:
     """Return the TFLOPS per GPU that a published rate needs with recomputation."""
-    tflops = workload(shape, 1).operations * rate / gpus / 1e12
+    tflops = shape_workload(shape, 1).operations * rate / gpus / 1e12
     return f"{tflops:.0f}{' (impossible)' if tflops > PEAK_TFLOPS else ''}"
 
 

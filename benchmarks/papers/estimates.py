@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 from dry_runs import builder_of, dry_run
 from steps import checkpointed
@@ -13,29 +13,18 @@ from patrickstar._models.presets import PRESETS, T5_PRESETS
 from patrickstar._perf_model.gpt_costs import Gpt
 from patrickstar._perf_model.machine_spec import Machine
 from patrickstar._perf_model.mesh import Mesh
-from patrickstar._perf_model.perf_model import estimate, fits, largest_batch
-from patrickstar._perf_model.replicas import with_smallest_replicas
+from patrickstar._perf_model.perf_model import estimate, fits, largest_batch, with_smallest_replicas
 from patrickstar._perf_model.t5_costs import T5
-from patrickstar._perf_model.workload import Workload, Workloads, gpt_workload, t5_workload
+from patrickstar._perf_model.workload import shape_workload
 
 MOST_LAYERS = 4096
 """More layers than any of these machines holds."""
 ONE_GPU = Mesh()
 
 
-def workload(shape: Gpt | T5, batch: int, checkpointing: bool = True, mesh: Mesh = ONE_GPU) -> Workload:
-    if isinstance(shape, T5):
-        return t5_workload(shape, batch, checkpointing, mesh)
-    return gpt_workload(shape, batch, checkpointing, mesh)
-
-
-def workloads(shape: Gpt | T5, mesh: Mesh) -> Workloads:
-    return lambda batch, recompute: workload(shape, batch, recompute, mesh)
-
-
 def replicated(shape: Gpt | T5, batch: int, mesh: Mesh, machine: Machine) -> Mesh:
     """Return the mesh with the smallest replicas in which a model fits with recomputation."""
-    return with_smallest_replicas(lambda mesh: workloads(shape, mesh), machine, mesh, (True,), batch)
+    return with_smallest_replicas(partial(shape_workload, shape), machine, mesh, (True,), batch)
 
 
 @cache
@@ -46,14 +35,14 @@ def samples_per_s(shape: Gpt | T5, batch: int, machine: Machine, mesh: Mesh, loc
         BudgetError: The model does not fit.
     """
     mesh = replicated(shape, batch, mesh, machine)
-    step = estimate(workload(shape, batch, True, mesh), machine, mesh, lock_free=lock_free)
+    step = estimate(shape_workload(shape, batch, True, mesh), machine, mesh, lock_free=lock_free)
     return step.tokens_per_s / shape.sequence
 
 
 def most_samples(shape: Gpt | T5, machine: Machine, mesh: Mesh) -> int:
     """Return the largest number of samples per process that fits."""
     mesh = replicated(shape, 1, mesh, machine)
-    return largest_batch(workloads(shape, mesh), machine, mesh, True)
+    return largest_batch(partial(shape_workload, shape), machine, mesh, True)
 
 
 @cache
@@ -61,7 +50,7 @@ def deepest_billions(shape: Gpt | T5, machine: Machine, mesh: Mesh) -> float:
     """Return the parameters, in billions, of the deepest model of a shape that fits with one sequence per process."""
 
     def too_deep(layers: int) -> bool:
-        return not fits(workload(replace(shape, layers=layers), 1, True, mesh), machine, mesh)
+        return not fits(shape_workload(replace(shape, layers=layers), 1, True, mesh), machine, mesh)
 
     layers = bisect_left(range(1, MOST_LAYERS), True, key=too_deep)
     assert 0 < layers < MOST_LAYERS - 1

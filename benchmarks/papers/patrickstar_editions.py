@@ -2,17 +2,19 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from patrickstar_v043.simulation import BATCHES, OriginalStep, best_step
 from published import BEYOND, HALF_NODE, HELD_OUT_RUNS, NODE, PC, SMALL, VOCAB, points
 
-from papers.estimates import workloads
+from papers.counts import PAPER_OPERATIONS
 from papers.figures import Figure, Section
-from patrickstar._perf_model.gpt_costs import PAPER_OPERATIONS, Gpt
+from patrickstar._perf_model.gpt_costs import Gpt
 from patrickstar._perf_model.machine_spec import Machine, find_machine
 from patrickstar._perf_model.mesh import Mesh
 from patrickstar._perf_model.perf_model import Estimate, best_estimate
+from patrickstar._perf_model.workload import shape_workload
 from patrickstar.errors import BudgetError
 
 CHART = "chart of v0.4.3"
@@ -48,7 +50,7 @@ def original(model: str, gpus: int, machine: str = NODE) -> OriginalStep:
 def own_step(gpt: Gpt, machine: Machine, gpus: int) -> Estimate:
     """Return the estimate of this engine at its best batch, with recomputation."""
     mesh = Mesh(gpus=gpus)
-    return best_estimate(workloads(gpt, mesh), machine, mesh, (True,))
+    return best_estimate(partial(shape_workload, gpt), machine, mesh, (True,))
 
 
 def grid() -> Iterator[Figure | None]:

@@ -6,13 +6,13 @@ from functools import partial
 from report import read
 from scaling import WIRE_SHARE
 
-from papers.estimates import deepest_billions, dry_run_s, most_samples, samples_per_s, workloads
+from papers.estimates import deepest_billions, dry_run_s, most_samples, samples_per_s
 from papers.figures import Figure, Section, error
 from patrickstar._models.presets import PRESETS
 from patrickstar._perf_model.machine_spec import Network, find_machine
 from patrickstar._perf_model.mesh import Mesh
 from patrickstar._perf_model.perf_model import best_estimate
-from patrickstar._perf_model.workload import Workload
+from patrickstar._perf_model.workload import Workload, shape_workload
 
 DGX2 = find_machine("DGX-2")
 CLUSTER = DGX2.model_copy(update={"network": Network(bandwidth=WIRE_SHARE * 8 * 12.5e9, latency_s=20e-6)})
@@ -48,7 +48,7 @@ def figures() -> Iterator[Figure]:
     ):
         what, ours = f"largest model on {what}, billions", deepest_billions(shape, DGX2, mesh)
         yield Figure("abstract; evaluation, model scale", what, published, ours, f"estimate, 1 x 1024, {note}")
-    best = best_estimate(workloads(NARROW, Mesh()), DGX2, Mesh(), checkpointing=(True,))
+    best = best_estimate(partial(shape_workload, NARROW), DGX2, Mesh(), checkpointing=(True,))
     speed, what, note = "abstract; evaluation, throughput", "TFLOPS of 10B on one V100", f"{best.workload.batch} x 1024"
     yield Figure(speed, what, 40, best.tflops, f"estimate, {note}")
     yield Figure(speed, what, 40, partial(simulated_tflops, best.workload), f"dry run, {note}")

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from papers.counts import checkpoint_bytes, saved_bytes, score_numel
+
 from patrickstar._perf_model.gpt_costs import Gpt
 from patrickstar._perf_model.workload import HALF
 
@@ -27,9 +29,9 @@ def non_model_bytes(gpt: Gpt, batch: int, chunks: int) -> list[int]:
     """
     gradients = GRADIENT_BYTES_PER_HIDDEN * batch * gpt.sequence * gpt.hidden
     # Forward builds no graph, so only the tensors of one operator are alive: the widest, or two tensors of scores.
-    forward = max(gradients, 2 * HALF * gpt.score_numel(batch))
-    backward = gpt.saved_bytes(batch) + gradients
-    checkpoints = [gpt.checkpoint_bytes(batch, -(-gpt.layers * (index + 1) // chunks)) for index in range(chunks)]
+    forward = max(gradients, 2 * HALF * score_numel(gpt, batch))
+    backward = saved_bytes(gpt, batch) + gradients
+    checkpoints = [checkpoint_bytes(gpt, batch, -(-gpt.layers * (index + 1) // chunks)) for index in range(chunks)]
     rising = [nbytes + forward for nbytes in checkpoints]
     falling = [nbytes + backward for nbytes in reversed(checkpoints)]
     falling[0] = max(falling[0], checkpoints[-1] + gpt.logit_bytes(batch))

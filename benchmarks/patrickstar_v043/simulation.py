@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
+from papers.counts import embedding_numel, layer_tensors, paper_operations, score_numel
+
 from patrickstar._layout.byte_size import format_size
 from patrickstar._perf_model.gpt_costs import Gpt
 from patrickstar._perf_model.machine_spec import Gpu, Host, Links, Machine
@@ -146,7 +148,7 @@ def simulate_original(gpt: Gpt, machine: Machine, gpus: int, batch: int, chunk_n
         **_link_seconds(placement, machine.host, links, gpus, looked_up_bytes=tokens * gpt.hidden * SINGLE),
         update_s=margin_bytes / gpu.memory_bandwidth + _host_seconds(gpt, placement, machine.host, gpus),
     )
-    return OriginalStep(batch, placement, channels, gpus * gpt.paper_operations(tokens) / channels.total_s / 1e12)
+    return OriginalStep(batch, placement, channels, gpus * paper_operations(gpt, tokens) / channels.total_s / 1e12)
 
 
 def place(gpt: Gpt, gpu: Gpu, host: Host, gpus: int, batch: int, chunk_numel: int) -> Placement:
@@ -190,7 +192,7 @@ def chunk_count(gpt: Gpt, chunk_numel: int) -> int:
     """Return the chunks per list: parameters in creation order, none split over two; without embeddings."""
     count, free_numel = 0, 0
     for _ in range(gpt.layers):
-        for numel in gpt.layer_tensors():
+        for numel in layer_tensors(gpt):
             if numel > free_numel:
                 count, free_numel = count + 1, chunk_numel
             free_numel -= numel
@@ -203,7 +205,7 @@ def search_chunk_numel(gpt: Gpt, gpu: Gpu, gpus: int) -> int:
     Raises:
         BudgetError: The largest parameter needs larger chunks.
     """
-    min_numel, warm_up_bytes = max(gpt.layer_tensors()), device_bytes(gpu) * WARM_UP_PERCENT // 100
+    min_numel, warm_up_bytes = max(layer_tensors(gpt)), device_bytes(gpu) * WARM_UP_PERCENT // 100
     sizes = [numel for numel in CHUNK_NUMELS if min_numel <= numel and gpus * numel * HALF <= warm_up_bytes]
     if not sizes:
         short_bytes = gpus * min_numel * HALF - warm_up_bytes
@@ -239,7 +241,7 @@ def compute_seconds(gpt: Gpt, gpu: Gpu, batch: int) -> float:
     """Seconds of forward, recomputation and backward: products at their rate, the rest at memory bandwidth."""
     tokens = batch * gpt.sequence
     products = gpt.operations(tokens) / gpu.matmul_rate(gpt.hidden)
-    scores = (2 * FORWARD_SCORES + BACKWARD_SCORES) * gpt.score_numel(batch)
+    scores = (2 * FORWARD_SCORES + BACKWARD_SCORES) * score_numel(gpt, batch)
     hidden = (2 * FORWARD_HIDDEN + BACKWARD_HIDDEN) * tokens * gpt.hidden
     return products + gpt.layers * (scores + hidden) * HALF / gpu.memory_bandwidth
 
@@ -252,7 +254,7 @@ def _host_seconds(gpt: Gpt, placement: Placement, host: Host, gpus: int) -> floa
     """
     updated = len(placement.on_host) * placement.chunk_numel
     host_grads = updated - placement.device_grads * placement.chunk_numel
-    embedding = gpt.embedding_numel * (SINGLE + 2 * OPTIMIZER_BYTES)
-    summed = 4 * gpt.embedding_numel * SINGLE if gpus > 1 else 0
+    embedding = embedding_numel(gpt) * (SINGLE + 2 * OPTIMIZER_BYTES)
+    summed = 4 * embedding_numel(gpt) * SINGLE if gpus > 1 else 0
     nbytes = updated * ADAM_BYTES + host_grads * (COPY_BYTES + CAST_BYTES) + embedding + summed
     return gpus * nbytes / host.update_bandwidth(gpus, max(1, host.cores // gpus))

@@ -6,6 +6,7 @@ from math import isclose
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from papers.counts import checkpoint_bytes, embedding_numel, layer_tensors, paper_operations, saved_bytes
 from patrickstar_v043.activation_curve import non_model_bytes, simulate_transfers
 from patrickstar_v043.simulation import (
     BATCHES,
@@ -90,6 +91,24 @@ def test_an_invalid_number_of_gpus_raises():
         best_step(POINTS[0][0], NODE, 0)
 
 
+# Counts
+
+
+def test_saved_bytes_and_operations_are_those_published():
+    # Korthikanti et al. 2022, equation 1, with GPT-3's numbers: s b h (34 + 5 a s / h).
+    gpt = Gpt(96, 12_288, 96, sequence=2048)
+    assert saved_bytes(gpt, 1) == 2048 * 12_288 * (34 + 5 * 96 * 2048 // 12_288)
+    large = Gpt(layers=100, hidden=16_384, heads=64, head=False)
+    assert isclose(paper_operations(large, 1000), large.operations(1000), rel_tol=0.02), "matrices dominate"
+
+
+@quick
+@given(st.builds(Gpt, st.integers(1, 100), st.integers(1, 64).map(lambda n: 64 * n), st.integers(1, 32)))
+def test_layer_parameters_are_the_sum_of_its_tensors(gpt):
+    assert sum(layer_tensors(gpt)) == gpt.layer_numel
+    assert gpt.numel == gpt.layers * gpt.layer_numel + embedding_numel(gpt) + 2 * gpt.hidden
+
+
 # Consistency
 
 
@@ -102,7 +121,7 @@ def test_a_step_is_the_sum_of_its_channels(case):
     assert min(seconds) >= 0
     assert isclose(sum(seconds), step.channels.total_s)
     tokens = gpus * batch * gpt.sequence
-    assert isclose(step.tflops * 1e12 * step.channels.total_s, gpt.paper_operations(tokens))
+    assert isclose(step.tflops * 1e12 * step.channels.total_s, paper_operations(gpt, tokens))
 
 
 @quick
@@ -137,7 +156,7 @@ def test_the_chunk_count_equals_that_of_the_layout(layers, size, hidden):
     gpt = Gpt(layers, hidden, 8)
     numel = size * 4 * hidden**2
     schema = schema_for("float16", trained=True)
-    tensors = gpt.layer_tensors() * layers
+    tensors = layer_tensors(gpt) * layers
     params = [ParamSpec(str(index), count, schema) for index, count in enumerate(tensors)]
     assert chunk_count(gpt, numel) == build_layout(params, numel).chunk_count
 
@@ -147,7 +166,7 @@ def test_no_smaller_chunk_size_wastes_less():
         found = search_chunk_numel(gpt, NODE.gpu, gpus)
         used = found * -(-chunk_count(gpt, found) // gpus)
         for numel in CHUNK_NUMELS:
-            if numel >= max(gpt.layer_tensors()) and numel <= found:
+            if numel >= max(layer_tensors(gpt)) and numel <= found:
                 assert used <= numel * -(-chunk_count(gpt, numel) // gpus)
         assert gpus * used < 1.25 * gpt.layers * gpt.layer_numel
 
@@ -207,7 +226,7 @@ def test_non_model_data_grows_in_forward_and_shrinks_in_backward():
     gpt = Gpt(20, 2048, 16, head=False)
     curve = non_model_bytes(gpt, 16, 10)
     assert curve[:10] == sorted(curve[:10]) and curve[10:] == sorted(curve[10:], reverse=True)
-    assert curve[10] - curve[-1] == gpt.checkpoint_bytes(16) - gpt.checkpoint_bytes(16, 2)
+    assert curve[10] - curve[-1] == gpt.checkpoint_bytes(16) - checkpoint_bytes(gpt, 16, 2)
 
 
 def test_logits_count_between_forward_and_backward_if_larger_than_a_layer():

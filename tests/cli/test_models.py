@@ -49,7 +49,7 @@ def test_patrickstars_presets_are_named_after_their_layers(size: str) -> None:
 def test_angel_ptms_presets_are_as_its_table_4_prints_them(name: str, printed: tuple, billions: float) -> None:
     preset = PRESETS[name]
     assert (preset.layers, preset.heads, preset.hidden, preset.feed_forward.ffn) == printed
-    assert (preset.numel - preset.embedding_numel) / 1e9 == pytest.approx(billions, rel=0.001)
+    assert preset.layers * preset.layer_numel / 1e9 == pytest.approx(billions, rel=0.001)
 
 
 @pytest.mark.parametrize("name", EXPERT_PRESETS)

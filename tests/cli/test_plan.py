@@ -144,7 +144,7 @@ def test_a_preset_with_experts_is_traced_as_a_configuration():
     config = EXPERT_PRESETS["mixtral-4m"].config()
     assert model.sequence == 64
     expected = sum(parameter.numel() for parameter in MixtralForCausalLM(config).parameters())
-    assert model.workloads(Mesh())(1, True).params == expected
+    assert model.workload(1, True, Mesh()).params == expected
 
 
 def test_a_configuration_that_can_not_be_used_is_told_in_one_line(tmp_path):

@@ -76,9 +76,9 @@ def test_a_traced_configuration_is_planned_on_several_nodes_but_not_divided(tmp_
     path.write_text(PRESETS["gpt-1m"].config().to_json_string())
     machine = find_machine(SERVER[1])
     model = find_planned_model(str(path), 32, machine, None)
-    assert model.workloads(Mesh(2, 8)) == model.workloads(Mesh()), "one trace for each process"
+    assert model.workload(1, True, Mesh(2, 8)) is model.workload(1, True, Mesh()), "one trace for each process"
     with pytest.raises(ConfigError, match="only presets can be divided"):
-        model.workloads(Mesh(1, 8, tp=2))
+        model.workload(1, True, Mesh(1, 8, tp=2))
     with pytest.raises(ConfigError, match=r"--capacity-factor 1.25 is for presets with experts: gpt-moe-52b"):
         find_planned_model(str(path), 32, machine, 1.25)
 

@@ -17,6 +17,7 @@ from simulated_machines import DESKTOP
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from toys import Shape, batches, layers, module
+from transfer_bounds import min_transfer_bytes
 
 import patrickstar as ps
 from patrickstar._dry_run.host_time import HostCosts
@@ -25,7 +26,6 @@ from patrickstar._dry_run.report import DryRunReport
 from patrickstar._dry_run.simulation import forward_backward_step, simulate, simulate_on_this_machine
 from patrickstar._engine.engine import Engine
 from patrickstar._perf_model.machine_spec import Gpu, Host, Links, Machine
-from patrickstar._perf_model.perf_model import min_transfer_bytes
 from patrickstar._perf_model.workload import Workload
 from patrickstar.errors import BudgetError, ModelError
 

@@ -29,7 +29,7 @@ def best(
     decoder, budgets = OPEN_MODELS[model].decoder(), Margins().budgets(machine)
     try:
         return best_estimate(
-            lambda batch, again: decoder.workload(batch, sequence, again, None), budgets, Mesh(), recompute, batches
+            lambda batch, again, _: decoder.workload(batch, sequence, again, None), budgets, Mesh(), recompute, batches
         )
     except BudgetError:
         return None

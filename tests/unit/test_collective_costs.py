@@ -15,7 +15,7 @@ from patrickstar._perf_model.mesh import DataParallelGroup, Mesh
 from patrickstar._perf_model.model_data import ModelDataShare
 from patrickstar._perf_model.param_placement import ShareVariables
 from patrickstar._perf_model.t5_costs import T5
-from patrickstar._perf_model.workload import gpt_workload, t5_workload
+from patrickstar._perf_model.workload import shape_workload
 
 given = fixed_draws(200)
 sizes = st.sampled_from([1, 2, 3, 4, 8, 16, 96])
@@ -33,7 +33,6 @@ def test_two_levels_of_transport_move_the_bytes_of_their_table(numel, shards, re
     between = Fraction(numel * (replicas - 1), processes)
     assert to_the_byte(shard_bytes(numel, shards, gathers), inside)
     assert to_the_byte(replica_bytes(numel, group), 6 * between)
-    assert to_the_byte(replica_bytes(numel, group, sum_bytes=2), 4 * between)
 
 
 @given(numels, sizes, sizes, st.sampled_from([1, 2, 4]))
@@ -79,7 +78,7 @@ def test_tensor_parallelism_sends_eight_times_the_hidden_states_of_a_layer_and_t
 
     def sent(layers, recompute):
         gpt = Gpt(layers, hidden, heads=16, sequence=512)
-        return gpt_workload(gpt, batch, recompute, mesh).tensor_parallel_bytes
+        return shape_workload(gpt, batch, recompute, mesh).tensor_parallel_bytes
 
     per_unit = Fraction(tp - 1, tp) * 2 * batch * 512 * hidden
     for recompute, count in ((False, 8), (True, 12)):
@@ -96,9 +95,9 @@ def test_expert_parallelism_exchanges_routed_tokens_four_times_per_layer_and_six
     t5 = T5(layers=6, hidden=hidden, heads=16, ffn=4096, sequence=512, experts=Experts(16, top_k))
     # The processes of a tensor-parallel group have the same tokens, and route equal parts of them.
     per_exchange = 2 * Fraction(3 * 512, tp) * top_k * hidden * Fraction(ep - 1, ep)
-    for workload, layers in ((gpt_workload(gpt, 3, True, mesh), 6), (t5_workload(t5, 3, True, mesh), 12)):
+    for workload, layers in ((shape_workload(gpt, 3, True, mesh), 6), (shape_workload(t5, 3, True, mesh), 12)):
         assert to_the_byte(workload.experts.exchanged_bytes, 6 * layers * per_exchange)
-    work = gpt_workload(gpt, 3, False, mesh)
+    work = shape_workload(gpt, 3, False, mesh)
     assert work.experts.exchanges == 24
     assert to_the_byte(work.experts.exchanged_bytes, 24 * per_exchange)
     assert to_the_byte(exchange_bytes(1536, hidden, ep), 2 * 1536 * hidden * Fraction(ep - 1, ep))
@@ -106,7 +105,7 @@ def test_expert_parallelism_exchanges_routed_tokens_four_times_per_layer_and_six
 
 def test_an_expert_layer_gathers_tokens_over_tensor_parallel_processes_instead_of_adding_outputs():
     gpt = Gpt(8, 1024, heads=16, sequence=512)
-    dense = gpt_workload(gpt, 1, False, Mesh(1, 8, 2))
-    moe = gpt_workload(replace(gpt, experts=Experts(8)), 1, False, Mesh(gpus=8, tp=2, ep=4))
+    dense = shape_workload(gpt, 1, False, Mesh(1, 8, 2))
+    moe = shape_workload(replace(gpt, experts=Experts(8)), 1, False, Mesh(gpus=8, tp=2, ep=4))
     # Half of an all-reduce less in forward and in backward, in each of eight layers.
     assert dense.tensor_parallel_bytes - moe.tensor_parallel_bytes == 8 * all_reduce_bytes(512 * 1024, 2)

@@ -15,7 +15,7 @@ from patrickstar._perf_model.machine_spec import DiskDrive, Gpu, Host, Links, Ma
 from patrickstar._perf_model.mesh import Mesh
 from patrickstar._perf_model.perf_model import best_estimate, estimate, fits, largest_batch, min_extra_bytes
 from patrickstar._perf_model.step_program import MemoryTier
-from patrickstar._perf_model.workload import PARAM_BYTES, STATE_BYTES, UPDATE_BYTES, Workload, gpt_workload
+from patrickstar._perf_model.workload import PARAM_BYTES, STATE_BYTES, UPDATE_BYTES, Workload, shape_workload
 from patrickstar.errors import BudgetError
 
 machines = st.builds(
@@ -189,7 +189,7 @@ V100 = find_machine("8xV100-32GB")
 
 
 def test_batch_and_checkpointing_are_chosen_by_tokens_per_second():
-    work_of = partial(gpt_workload, Gpt(20, 2048, 16))
+    work_of = partial(shape_workload, Gpt(20, 2048, 16))
     chosen = best_estimate(work_of, V100, Mesh())
     speeds = {}
     for batch, recompute in product((1, 2, 4, 8, 16, 32, 64, 128), (True, False)):
@@ -204,7 +204,7 @@ def test_batch_and_checkpointing_are_chosen_by_tokens_per_second():
 
 @pytest.mark.parametrize("recompute", [True, False])
 def test_the_largest_batch_fits_and_one_more_does_not(recompute):
-    work_of = partial(gpt_workload, Gpt(60, 4096, 16))
+    work_of = partial(shape_workload, Gpt(60, 4096, 16))
     batch = largest_batch(work_of, V100, Mesh(), recompute)
     assert batch > 0
     assert fits(work_of(batch, recompute), V100, Mesh()) and not fits(work_of(batch + 1, recompute), V100, Mesh())
@@ -228,7 +228,7 @@ def test_without_a_gpu_both_tiers_share_the_host_memory():
 def test_lock_free_updates_hide_the_disk_behind_the_other_channels(processes, gigabytes):
     machine = find_machine("8xA100-40GB-11TB")
     machine = changed(machine, "host", memory=gigabytes * 10**9)
-    work = gpt_workload(Gpt(34, 8192, heads=64, sequence=512), 4, True)
+    work = shape_workload(Gpt(34, 8192, heads=64, sequence=512), 4, True)
     mesh = Mesh(gpus=processes)
     exact, late = estimate(work, machine, mesh), estimate(work, machine, mesh, lock_free=True)
     assert exact.channels != late.channels and late.seconds < exact.seconds
@@ -239,7 +239,7 @@ def test_lock_free_updates_hide_the_disk_behind_the_other_channels(processes, gi
 
 def test_buffers_of_lock_free_updates_that_do_not_fit_are_refused():
     machine = find_machine("RTX4090-desktop")
-    work = gpt_workload(Gpt(60, 4096, heads=16), 1, True)
+    work = shape_workload(Gpt(60, 4096, heads=16), 1, True)
     assert 6 * work.params > machine.host.memory
     estimate(work, machine)
     with pytest.raises(BudgetError):

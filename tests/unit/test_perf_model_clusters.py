@@ -16,8 +16,7 @@ from patrickstar._perf_model.gpt_costs import Gpt
 from patrickstar._perf_model.machine_spec import Network, find_machine
 from patrickstar._perf_model.mesh import Mesh
 from patrickstar._perf_model.perf_model import estimate, fits
-from patrickstar._perf_model.t5_costs import T5
-from patrickstar._perf_model.workload import gpt_workload, t5_workload
+from patrickstar._perf_model.workload import shape_workload
 from patrickstar.errors import BudgetError, ConfigError
 
 given = fixed_draws(40)
@@ -60,14 +59,13 @@ BEFORE = (
 def test_one_node_has_the_figures_of_its_machine(case):
     name, machine_name, gpus, batch, recompute, *expected = case
     machine, shape = find_machine(machine_name), (PRESETS | T5_PRESETS)[name]
-    workload = t5_workload if isinstance(shape, T5) else gpt_workload
     mesh = Mesh(nodes=1, gpus=gpus, tp=1, ep=1)
-    step = estimate(workload(shape, batch, recompute, mesh), machine, mesh)
-    assert workload(shape, batch, recompute, mesh) == workload(shape, batch, recompute)
+    step = estimate(shape_workload(shape, batch, recompute, mesh), machine, mesh)
+    assert shape_workload(shape, batch, recompute, mesh) == shape_workload(shape, batch, recompute)
     measured = [step.seconds, step.bound_s, step.device_bytes, step.host_bytes, step.disk_bytes]
     assert measured == pytest.approx(expected, rel=1e-6)
     alone = machine.model_copy(update={"network": IDEAL})
-    assert estimate(workload(shape, batch, recompute), alone, mesh) == step, "one node does not use its network"
+    assert estimate(shape_workload(shape, batch, recompute), alone, mesh) == step, "one node does not use its network"
     assert {"between nodes", "coordination"}.isdisjoint(seconds(step))
 
 
@@ -75,7 +73,7 @@ def test_one_node_has_the_figures_of_its_machine(case):
 def test_tiers_of_a_cluster_hold_all_model_data_within_their_capacity(gpt, tp, ep, replicas, nodes, recompute):
     assume(ep == 1 or (gpt.experts is not None and ep % tp == 0 and replicas * nodes * 8 % ep == 0))
     mesh = Mesh(replicas * nodes, 8, tp, ep, replica_nodes=nodes)
-    work = gpt_workload(gpt, 1, recompute, mesh)
+    work = shape_workload(gpt, 1, recompute, mesh)
     assume(fits(work, SERVER, mesh))
     step = estimate(work, SERVER, mesh)
     assert step.device_bytes <= SERVER.gpu.memory and step.host_bytes <= SERVER.host.memory
@@ -118,7 +116,7 @@ def copied_seconds(work, machine, mesh, copied, resident, on_host, in_ram):
 def test_no_shares_of_a_cluster_are_faster_than_the_chosen_ones(layers, hidden, nodes, bandwidth, latency_s):
     machine = with_network(Network(bandwidth=bandwidth, latency_s=latency_s), memory=400 * 10**9)
     gpt, mesh = Gpt(layers, 1024 * hidden, heads=16, sequence=1024), Mesh(nodes, 8)
-    work = gpt_workload(gpt, 1, True, mesh)
+    work = shape_workload(gpt, 1, True, mesh)
     grid = np.linspace(0, 1, 6)
     possible = (shares for shares in product(grid, grid, grid, grid) if shares[1] + shares[2] <= 1)
     tried = [copied_seconds(work, machine, mesh, *shares) for shares in possible]
@@ -141,8 +139,8 @@ def test_more_nodes_are_never_slower_if_the_network_is_not_the_limit(gpt, tp, no
     gpt = replace(gpt, experts=None)
     machine = with_network(IDEAL)
     few_nodes, more_nodes = Mesh(nodes, 8, tp), Mesh(nodes + further, 8, tp)
-    work = gpt_workload(gpt, 1, True, few_nodes)
-    assert work == gpt_workload(gpt, 1, True, more_nodes), "a dense model's work depends on the batch only"
+    work = shape_workload(gpt, 1, True, few_nodes)
+    assert work == shape_workload(gpt, 1, True, more_nodes), "a dense model's work depends on the batch only"
     assume(fits(work, machine, few_nodes))
     before, after = estimate(work, machine, few_nodes), estimate(work, machine, more_nodes)
     assert after.bound_s <= before.bound_s * (1 + 1e-9)
@@ -158,7 +156,7 @@ def test_more_nodes_are_never_slower_if_the_network_is_not_the_limit(gpt, tp, no
 def test_a_better_network_is_never_slower(gpt, ep, nodes, better):
     assume(ep == 1 or gpt.experts is not None)
     mesh = Mesh(nodes, 8, 1, ep)
-    work = gpt_workload(gpt, 1, True, mesh)
+    work = shape_workload(gpt, 1, True, mesh)
     assume(fits(work, SERVER, mesh))
     network = SERVER.network
     changed = {"bandwidth": network.bandwidth * 2} if better == "bandwidth" else {"latency_s": network.latency_s / 2}
@@ -168,7 +166,7 @@ def test_a_better_network_is_never_slower(gpt, ep, nodes, better):
 
 def test_messages_between_nodes_take_their_latency():
     mesh = Mesh(nodes=12, gpus=8)
-    work = gpt_workload(PRESETS["gpt-12b"], 1, True, mesh)
+    work = shape_workload(PRESETS["gpt-12b"], 1, True, mesh)
     networks = [Network(bandwidth=25e9, latency_s=latency_s) for latency_s in (0, 1e-3)]
     steps = [estimate(work, with_network(network), mesh) for network in networks]
     layers = work.working_sets
@@ -178,14 +176,14 @@ def test_messages_between_nodes_take_their_latency():
     assert latencies["coordination"] == pytest.approx(2 * layers * 95 * 1e-3)
     # With collectives inside operators, processes agree on a plan, and compare once per step what they did.
     lockstep = Mesh(nodes=12, gpus=8, tp=2)
-    step = estimate(gpt_workload(PRESETS["gpt-12b"], 1, True, lockstep), SERVER, lockstep)
+    step = estimate(shape_workload(PRESETS["gpt-12b"], 1, True, lockstep), SERVER, lockstep)
     assert seconds(step)["coordination"] == pytest.approx(95 * SERVER.network.latency_s)
 
 
 @pytest.mark.parametrize(("ep", "inside"), [(2, 1), (8, 1), (16, 7 / 15), (64, 7 / 63)])
 def test_tokens_are_exchanged_inside_nodes_as_far_as_groups_are(ep, inside):
     gpt, mesh = MOE_PRESETS["gpt-moe-52b"], Mesh(nodes=8, gpus=8, ep=ep)
-    work = gpt_workload(gpt, 4, True, mesh)
+    work = shape_workload(gpt, 4, True, mesh)
     step = estimate(work, SERVER, mesh)
     blocking = {channel.name: channel.blocking_s for channel in step.channels}
     sent, load = work.experts.exchanged_bytes, work.experts.imbalance
@@ -202,7 +200,7 @@ def test_tokens_are_exchanged_inside_nodes_as_far_as_groups_are(ep, inside):
 @pytest.mark.parametrize("batch", [1, 2, 8, 32])
 def test_from_the_free_tokens_on_computation_and_what_it_waits_for_are_the_bottleneck(tp, ep, batch):
     mesh = Mesh(nodes=8, gpus=8, tp=tp, ep=ep)
-    step = estimate(gpt_workload(MOE_PRESETS["gpt-moe-52b"], batch, True, mesh), SERVER, mesh)
+    step = estimate(shape_workload(MOE_PRESETS["gpt-moe-52b"], batch, True, mesh), SERVER, mesh)
     busy = seconds(step)
     compute = busy.pop("compute")
     assert (step.free_tokens <= step.workload.tokens) is (compute >= max(busy.values()))
@@ -210,9 +208,9 @@ def test_from_the_free_tokens_on_computation_and_what_it_waits_for_are_the_bottl
 
 def test_computation_waits_for_the_busiest_process_or_for_its_buffer():
     gpt, mesh = MOE_PRESETS["gpt-moe-52b"], Mesh(nodes=16, gpus=8, ep=128)
-    free = gpt_workload(gpt, 4, True, mesh)
+    free = shape_workload(gpt, 4, True, mesh)
     capped = replace(gpt, experts=replace(gpt.experts, capacity_factor=1.25))
-    bounded = gpt_workload(capped, 4, True, mesh)
+    bounded = shape_workload(capped, 4, True, mesh)
     assert 1 < free.experts.imbalance < 1.1 and bounded.experts.imbalance == 1.25
     assert bounded.experts.operations == free.experts.operations
     assert bounded.non_model_bytes > free.non_model_bytes
@@ -225,15 +223,15 @@ def test_computation_waits_for_the_busiest_process_or_for_its_buffer():
 def test_what_a_model_or_a_machine_lacks_is_refused():
     gpt, moe = PRESETS["gpt-12b"], MOE_PRESETS["gpt-moe-52b"]
     with pytest.raises(ConfigError, match=r"ep=8: the model has no experts; try ep=1"):
-        gpt_workload(gpt, 1, True, Mesh(gpus=8, ep=8))
+        shape_workload(gpt, 1, True, Mesh(gpus=8, ep=8))
     with pytest.raises(ConfigError, match=r"tp=8 does not divide the model's 12 heads"):
-        gpt_workload(PRESETS["gpt2-124m"], 1, True, Mesh(gpus=8, tp=8))
+        shape_workload(PRESETS["gpt2-124m"], 1, True, Mesh(gpus=8, tp=8))
     with pytest.raises(ConfigError, match=r"ep=24 does not divide the model's 128 experts"):
-        gpt_workload(moe, 1, True, Mesh(nodes=3, gpus=8, ep=24))
+        shape_workload(moe, 1, True, Mesh(nodes=3, gpus=8, ep=24))
     machine = find_machine("8xV100-32GB")
     with pytest.raises(ConfigError, match=r"8xV100-32GB has no network; add a section \[network\]"):
-        estimate(gpt_workload(gpt, 1), machine, Mesh(nodes=2))
+        estimate(shape_workload(gpt, 1), machine, Mesh(nodes=2))
     small = with_network(SERVER.network, memory=10**9).model_copy(update={"disk": None})
-    huge = gpt_workload(PRESETS["gpt-175b"], 1, True, Mesh(2, 8))
+    huge = shape_workload(PRESETS["gpt-175b"], 1, True, Mesh(2, 8))
     with pytest.raises(BudgetError, match=r"the hosts of 2 nodes. Try .* more host memory per node$"):
         estimate(huge, small, Mesh(2, 8))

@@ -8,13 +8,13 @@ from patrickstar._models.presets import MOE_PRESETS, PRESETS, T5_PRESETS
 from patrickstar._perf_model.experts import Experts
 from patrickstar._perf_model.gpt_costs import Gpt
 from patrickstar._perf_model.mesh import Mesh
-from patrickstar._perf_model.workload import gpt_workload, on_lines, t5_workload
+from patrickstar._perf_model.workload import on_lines, shape_workload
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 def test_tensor_parallel_processes_divide_work_and_parameters(tp):
     mesh = Mesh(gpus=8, tp=tp)
-    for shape, workload in ((PRESETS["gpt-12b"], gpt_workload), (T5_PRESETS["t5-27b"], t5_workload)):
+    for shape, workload in ((PRESETS["gpt-12b"], shape_workload), (T5_PRESETS["t5-27b"], shape_workload)):
         whole, part = workload(shape, 2, True), workload(shape, 2, True, mesh)
         assert tp * part.operations == pytest.approx(whole.operations)
         vectors = shape.layers * 8 * shape.hidden + (shape.sequence + 2) * shape.hidden
@@ -26,7 +26,7 @@ def test_tensor_parallel_processes_divide_work_and_parameters(tp):
 def test_a_model_with_fewer_layers_than_the_distance_of_experts_is_dense():
     gpt = Gpt(1, 1024, heads=16, experts=Experts(8, every=2))
     dense = replace(gpt, experts=None)
-    assert gpt_workload(gpt, 1) == gpt_workload(dense, 1) and gpt.numel == dense.numel
+    assert shape_workload(gpt, 1) == shape_workload(dense, 1) and gpt.numel == dense.numel
 
 
 def test_a_model_with_128_experts_has_its_published_size():
@@ -38,15 +38,15 @@ def test_a_model_with_128_experts_has_its_published_size():
 def test_memory_between_two_powers_of_two_is_on_a_line(checkpointing):
     asked = []
 
-    def counted(batch, recompute):
+    def counted(batch, recompute, mesh):
         asked.append(batch)
-        return gpt_workload(PRESETS["gpt-4b"], batch, recompute)
+        return shape_workload(PRESETS["gpt-4b"], batch, recompute, mesh)
 
     workloads = on_lines(counted)
     for batch in (1, 2, 16):
-        assert workloads(batch, checkpointing) == gpt_workload(PRESETS["gpt-4b"], batch, checkpointing)
+        assert workloads(batch, checkpointing, Mesh()) == shape_workload(PRESETS["gpt-4b"], batch, checkpointing)
     assert asked == [1, 2, 16]
     for batch in (3, 17, 31):
-        found, exact = workloads(batch, checkpointing), gpt_workload(PRESETS["gpt-4b"], batch, checkpointing)
+        found, exact = workloads(batch, checkpointing, Mesh()), shape_workload(PRESETS["gpt-4b"], batch, checkpointing)
         assert found.batch == batch and found.device_bytes == pytest.approx(exact.device_bytes, rel=1e-3)
     assert set(asked) == {1, 2, 4, 16, 32}

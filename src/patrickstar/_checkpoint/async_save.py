@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
 from patrickstar._checkpoint.dcp_calls import save
 from patrickstar._checkpoint.safetensors_file import SafetensorsFile
@@ -74,8 +73,9 @@ class AsyncSave:
             for number, shard in enumerate(shards)
             if shard.box.numel and self._owner(shard) is not None
         }
-        self._addresses = {number: first.data_ptr() for number, first in firsts.items() if first.device.type == "cpu"}
-        writer = CheckpointWriter(target, self, page_bytes=page_bytes, accelerator=data.manager.hardware.accelerator)
+        on_host = {number: first.data_ptr() for number, first in firsts.items() if first.device.type == "cpu"}
+        accelerator = data.manager.hardware.accelerator
+        writer = CheckpointWriter(target, self._fill, on_host, page_bytes=page_bytes, accelerator=accelerator)
         planner = ShardSavePlanner(shards, data)
 
         def run() -> None:
@@ -96,11 +96,7 @@ class AsyncSave:
         self._thread = WorkerThread(run, "patrickstar-checkpoint")
         self._thread.start()
 
-    def addresses(self, items: Sequence[WriteItem]) -> dict[int, int]:
-        """Return the start address, by item number, of each shard that was in host memory when the save began."""
-        return self._addresses
-
-    def fill(self, file: SafetensorsFile, items: Sequence[WriteItem], planner: SavePlanner) -> None:
+    def _fill(self, file: SafetensorsFile) -> None:
         """Wait until the training thread has written all bytes to the file. Called on the save thread."""
         self._file = file
         self._ready.set()

@@ -1,11 +1,10 @@
 """Storage writer for torch.distributed.checkpoint: one file per process and a manifest."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
@@ -36,16 +35,6 @@ class WrittenFile:
     sums: tuple[str, ...]
 
 
-class DataSource(Protocol):
-    """Provider of the bytes, possibly from another thread."""
-
-    def addresses(self, items: Sequence[WriteItem]) -> dict[int, int]:
-        """Return the memory addresses, by item number, of items to write without a copy."""
-
-    def fill(self, file: SafetensorsFile, items: Sequence[WriteItem], planner: SavePlanner) -> None:
-        """Write all items to the file."""
-
-
 def entry_of(item: WriteItem) -> TensorEntry:
     """Return an item as a safetensors entry; the name of a partial tensor includes its index ranges."""
     if item.type is WriteItemType.BYTE_IO:
@@ -62,14 +51,25 @@ def entry_of(item: WriteItem) -> TensorEntry:
 class CheckpointWriter(StorageWriter):
     """Writer into a hidden folder that is renamed to `target` once all processes have written.
 
-    `accelerator`: see `DirectWriter`. Raises CheckpointError if `target` exists or if the disk is full or fails.
+    Raises CheckpointError if `target` exists or if the disk is full or fails.
+
+    Args:
+        fill: Writes all items to the file of this process, in their order.
+        addresses: Memory addresses, by item number, of items that are written without a copy.
+        accelerator: See `DirectWriter`.
     """
 
     def __init__(
-        self, target: Path, source: DataSource, *, page_bytes: int, accelerator: TorchDevice | None = None
+        self,
+        target: Path,
+        fill: Callable[[SafetensorsFile], None],
+        addresses: Mapping[int, int],
+        *,
+        page_bytes: int,
+        accelerator: TorchDevice | None = None,
     ) -> None:
         self.target = target
-        self.source = source
+        self._fill, self._addresses = fill, addresses
         self.page_bytes = page_bytes
         self.accelerator = accelerator
         self._partial: AtomicDir | None = None
@@ -96,12 +96,11 @@ class CheckpointWriter(StorageWriter):
         folder, rank = plan.storage_data
         entries = [entry_of(item) for item in plan.items]
         path = Path(folder) / file_name(rank)
-        addresses = self.source.addresses(plan.items)
         file = SafetensorsFile(
-            path, entries, addresses=addresses, page_bytes=self.page_bytes, accelerator=self.accelerator
+            path, entries, addresses=self._addresses, page_bytes=self.page_bytes, accelerator=self.accelerator
         )
         try:
-            self.source.fill(file, plan.items, planner)
+            self._fill(file)
             file.close()
         except BaseException:
             file.abandon()

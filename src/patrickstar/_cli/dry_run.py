@@ -1,12 +1,12 @@
 """Dry runs of training commands."""
 
 import os
+from collections.abc import Callable, Iterator
 
 from rich.console import Console
 
 import patrickstar as ps
 from patrickstar._cli.console import print_row, print_text
-from patrickstar._cli.late_updates import late_steps
 from patrickstar._cli.train_options import TrainOptions
 from patrickstar._cli.training_setup import training_config
 from patrickstar._dry_run.precision_choice import PrecisionChoice, settle_precision
@@ -15,7 +15,7 @@ from patrickstar._dry_run.simulation import simulate, simulate_on_this_machine
 from patrickstar._models.model_source import find_model
 from patrickstar._models.training_step import token_ids, training_step
 from patrickstar._perf_model.machine_spec import find_machine
-from patrickstar.errors import ConfigError
+from patrickstar.errors import BudgetError, ConfigError
 from patrickstar.integrations._meshes import MeshSizes
 
 
@@ -64,6 +64,28 @@ def dry_run_training(
     print_text(console, "\n".join(map(str, (*choices, report))))
     print_row(console, "compare", "`patrickstar plan` finds the fastest batch, and the least time of any placement")
     if config.update is None and processes == 1:
-        for label, text in late_steps(report, config, run):
+        for label, text in _late_steps(report, config, run):
             print_row(console, label, text)
     return report
+
+
+def _late_steps(
+    report: DryRunReport, config: ps.Config, run: Callable[[ps.Config], DryRunReport]
+) -> Iterator[tuple[str, str]]:
+    """Yield what late updates would change in the step of a dry run: a label and a text for each kind."""
+    yield "delayed", f"{_late_step(report, config, ps.Delayed(), run)} (--delay-from, not exact)"
+    if report.stats.disk_read_bytes:
+        yield "lock-free", f"{_late_step(report, config, ps.LockFree(), run)} (--lock-free-from, not exact)"
+
+
+def _late_step(
+    report: DryRunReport, config: ps.Config, update: ps.Delayed | ps.LockFree, run: Callable[[ps.Config], DryRunReport]
+) -> str:
+    if not any(wait.channel != "host to device" for wait in report.waits):
+        return "updates would gain nothing, since compute waits for none"
+    try:
+        late = run(config.model_copy(update={"update": update}))
+    except BudgetError as error:
+        return f"updates need more memory than there is: {error.short_bytes} bytes are missing"
+    text = f"updates would make it a step of {late.seconds:.2f} s instead of {report.seconds:.2f} s"
+    return f"{text}, {late.stats.staleness:.1f} steps behind" if late.stats.staleness else text

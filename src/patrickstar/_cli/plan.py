@@ -12,37 +12,21 @@ from patrickstar._perf_model.adapters import adapters_of
 from patrickstar._plan.first_look import first_look
 from patrickstar._plan.model_table import models_that_fit
 from patrickstar._plan.planned_model import find_planned_model
-from patrickstar._plan.planner import search_of
+from patrickstar._plan.planner import SearchOptions
 from patrickstar._plan.search import Search
 from patrickstar.errors import ConfigError
 
 
-@dataclass(frozen=True)
-class PlanOptions:
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(SearchOptions):
     """Options of ``patrickstar plan``, by their names on the command line."""
 
     model: str | None
-    machine: str | None
-    gpu: str | None
-    nodes: int
-    gpus: int | None
-    tp: int
-    ep: int
     capacity_factor: float | None
-    device_memory: str | None
-    host_memory: str | None
-    host_bandwidth: str | None
-    cores: int | None
-    disk: str | None
-    batch: int | None
-    sequence: int
-    activation_checkpointing: bool | None
-    precision: str
     lora: int | None
     qlora: int | None
     largest: bool
     least_tflops: float
-    dry_run: bool
     html: Path | None
     as_json: bool
 
@@ -60,24 +44,7 @@ def plan(options: PlanOptions, console: Console) -> None:
         ConfigError: A name is unknown, a mesh is impossible, or an option is for one model.
         BudgetError: Nothing fits.
     """
-    search = search_of(
-        machine=options.machine,
-        gpu=options.gpu,
-        gpus=options.gpus,
-        nodes=options.nodes,
-        tp=options.tp,
-        ep=options.ep,
-        device_memory=options.device_memory,
-        host_memory=options.host_memory,
-        host_bandwidth=options.host_bandwidth,
-        cores=options.cores,
-        disk=options.disk,
-        batch=options.batch,
-        sequence=options.sequence,
-        activation_checkpointing=options.activation_checkpointing,
-        precision=options.precision,
-        dry_run=options.dry_run,
-    )
+    search = options.search()
     adapters = adapters_of(options.lora, options.qlora)
     if options.largest and adapters is not None:
         raise ConfigError(f"--{'qlora' if adapters.quantized else 'lora'} {adapters.rank} is for the plan of one model")

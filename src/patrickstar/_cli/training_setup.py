@@ -1,8 +1,8 @@
 """Configuration of a training run, from its options."""
 
 import patrickstar as ps
-from patrickstar._cli.late_updates import late_update
 from patrickstar._cli.train_options import TrainOptions
+from patrickstar._step.update_log import LoggedRun
 from patrickstar.errors import ConfigError
 
 
@@ -16,7 +16,7 @@ def training_config(options: TrainOptions) -> ps.Config:
         chunk_size=options.chunk_size,
         precision=options.precision,
         optimizer=ps.AdamW(lr=options.lr, weight_decay=options.weight_decay),
-        update=late_update(options),
+        update=_late_update(options),
         activation_offload=options.activation_offload,
     )
 
@@ -27,3 +27,31 @@ def _disk(options: TrainOptions) -> ps.Disk | None:
             raise ConfigError(f"--disk-capacity {options.disk_capacity} requires --disk, the directory")
         return None
     return ps.Disk(directory=options.disk, capacity=options.disk_capacity)
+
+
+def _late_update(options: TrainOptions) -> ps.Delayed | ps.LockFree | None:
+    """Return when updates take effect. Raises ConfigError for options that exclude each other."""
+    chosen = {
+        "--delay-from": options.delay_from,
+        "--lock-free-from": options.lock_free_from,
+        "--replay": options.replay,
+    }
+    given = [name for name, value in chosen.items() if value is not None]
+    if len(given) > 1:
+        raise ConfigError(f"{given[0]} and {given[1]} exclude each other: leave one out")
+    if options.update_log is not None and given != ["--lock-free-from"]:
+        raise ConfigError(f"--update-log {options.update_log} requires --lock-free-from, whose updates it records")
+    if options.delay_from is not None:
+        return ps.Delayed(after=options.delay_from)
+    if options.replay is not None:
+        log = LoggedRun(options.replay)
+        last_step = max(log.last_step, log.options["after"] - 1)  # steps before need no log
+        if options.steps > last_step:
+            raise ConfigError(
+                f"--replay {options.replay} ends with step {last_step}: use --steps {last_step} or less instead of "
+                f"{options.steps}"
+            )
+        return ps.LockFree(replay=options.replay, **log.options)
+    if options.lock_free_from is not None:
+        return ps.LockFree(after=options.lock_free_from, max_staleness=options.max_staleness, log=options.update_log)
+    return None

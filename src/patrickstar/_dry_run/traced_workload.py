@@ -13,7 +13,7 @@ from patrickstar._dry_run.simulated_kernels import limited_by_traffic, roofline
 from patrickstar._dry_run.simulation import QUANT_STATE, EngineFactory, Step, constants_bytes, on_meta, simulate
 from patrickstar._layout.chunk_mapping import Layout
 from patrickstar._perf_model.machine_spec import Machine
-from patrickstar._perf_model.workload import Workload, Workloads
+from patrickstar._perf_model.workload import Workload
 from patrickstar._schedule.trace import Trace
 from patrickstar.config import Config
 
@@ -80,7 +80,7 @@ def traced_workloads(
     step_of: Callable[[int], Step],
     tokens_of: Callable[[int], int],
     machine: Machine,
-) -> Workloads:
+) -> Callable[[int, bool], Workload]:
     """Return a function from (batch, checkpointing) to the workload of one dry-run step.
 
     Args:

@@ -6,7 +6,7 @@ from typing import Any
 
 from patrickstar._engine.core import EngineCore
 from patrickstar._hardware.sigint_gate import uninterruptible
-from patrickstar._kernels.interpolation import interpolate_
+from patrickstar._kernels.update_rule import interpolate_
 from patrickstar._layout.schema import EMA
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar.errors import ConfigError, TrainingError

@@ -55,7 +55,7 @@ from patrickstar._step.gradients import Gradients
 from patrickstar._step.optimizer_in_backward import OptimizerInBackward, hyper_parameters
 from patrickstar._step.optimizer_placement import OptimizerPlacement
 from patrickstar._step.optimizer_step import OptimizerStep
-from patrickstar._step.stats import Stats, StepListener
+from patrickstar._step.stats import Stats
 from patrickstar._step.tier_planning import budgets, plan_tiers
 from patrickstar._tiers.hardware import Hardware
 from patrickstar.config import Config
@@ -189,7 +189,8 @@ class EngineCore:
         """True while the parameters are exchanged for their moving averages."""
         self._structure: ModelStructure | None = None
         self.stats = Stats(_retries=hardware.allocator_stats().retries)
-        self.recording: StepListener | None = None
+        self.recording: object = None
+        """What records the steps, if they are recorded."""
         self.background_save = BackgroundSave(self.data, world)
 
     def begin_iteration(self, key: Hashable, inputs: tuple[Any, Any]) -> None:
@@ -247,8 +248,6 @@ class EngineCore:
         peak = max(self.tracer.non_model_peak, self.tracer.trace.peak_non_model_bytes)
         self.stats.close_step(self.manager, overflow, self.scaler.scale, peak, staleness)
         self.tracer.non_model_peak = 0
-        if self.recording is not None:
-            self.recording.end_step()
 
     @engine_call
     def drop_gradients(self, *, to_zeros: bool) -> None:

@@ -1,31 +1,44 @@
 """User-facing engine: forward, backward, optimizer, state and checkpoints of a managed model."""
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from functools import cached_property
+from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from patrickstar._checkpoint.hf_export import HFExport
 from patrickstar._distributed.process_group import Processes
 from patrickstar._distributed.single_process import SINGLE_PROCESS
 from patrickstar._dry_run.precision_choice import settle_precision, warn_of_slow_precision
+from patrickstar._engine.averaging import averaged
 from patrickstar._engine.chunk_optimizer import ChunkOptimizer
 from patrickstar._engine.core import EngineCore
 from patrickstar._engine.engine_call import engine_call
-from patrickstar._engine.engine_state import EngineState
-from patrickstar._engine.engine_view import EngineView
+from patrickstar._engine.inspection import Inspection, inspect
 from patrickstar._engine.lost_digits import warn_of_lost_digits
 from patrickstar._engine.param_init import WeightSource
+from patrickstar._engine.recording import Recording
+from patrickstar._engine.run_log import RunLog
 from patrickstar._hardware.sigint_gate import interruptible
+from patrickstar._layout.byte_size import format_size
+from patrickstar._layout.chunk_mapping import Layout
 from patrickstar._params.precision import cast_inputs
 from patrickstar._schedule.coordination import Request
+from patrickstar._step.stats import Stats
 from patrickstar.config import Config
-from patrickstar.errors import ModelError, TrainingError
+from patrickstar.errors import ConfigError, ModelError, TrainingError
+
+if TYPE_CHECKING:
+    # Imported on first use: torch.distributed.checkpoint would add 0.8 s to `import patrickstar`.
+    from patrickstar._dry_run.report import DryRunReport
+    from patrickstar._engine.engine_checkpoint import EngineCheckpoint
 
 
-class Engine(EngineView, EngineState):
+class Engine:
     """Model whose parameters, gradients and optimizer states are stored in chunks under memory budgets.
 
     Call the engine like the model, then `backward(loss)` and `optimizer.step()`. Create it with `initialize`, which
@@ -72,6 +85,146 @@ class Engine(EngineView, EngineState):
     ) -> None:
         """Close the engine; after an exception without keeping the values of the parameters."""
         self.close(keep=error is None)
+
+    @property
+    def config(self) -> Config:
+        """Configuration that the engine was created with."""
+        return self._core.config
+
+    @property
+    def module(self) -> nn.Module:
+        """The user's model, whose parameters are managed."""
+        return self._core.module
+
+    @property
+    def device(self) -> torch.device:
+        """Compute device."""
+        return self._core.device
+
+    @property
+    def world(self) -> Processes:
+        """Processes that share the model, with `rank` and `size`."""
+        return self._core.world
+
+    @property
+    def data_size(self) -> int:
+        """Number of distinct batches in a step: that of the processes, unless operators shard a batch over several."""
+        return self._core.distribution.mesh.size
+
+    @property
+    def data_rank(self) -> int:
+        """Number of the batch that this process computes, below `data_size`."""
+        return self._core.distribution.mesh.batch_of[self.world.rank]
+
+    @property
+    def layout(self) -> Layout:
+        """Chunk index and offset of each parameter."""
+        return self._core.layout
+
+    @property
+    def stats(self) -> Stats:
+        """Bytes, peaks and seconds of the last step and of all steps."""
+        return self._core.stats
+
+    @property
+    def device_budget_bytes(self) -> int:
+        """Budget of the device tier in bytes."""
+        return self._core.device_budget_bytes
+
+    @property
+    def host_budget_bytes(self) -> int:
+        """Budget of the host tier in bytes."""
+        return self._core.host_budget_bytes
+
+    def __repr__(self) -> str:
+        core, config = self._core, self.config
+        numel = sum(managed.numel for managed in core.data.managed_params)
+        budgets = [
+            f"device {format_size(core.device_budget_bytes)}",
+            f"host {format_size(core.host_budget_bytes)}",
+            *([] if config.disk is None else [f"disk {config.disk.directory}"]),
+        ]
+        ranks = f", rank {self.world.rank} of {self.world.size}" if self.world.size > 1 else ""
+        closed = "" if core.release.alive else ", closed"
+        return (
+            f"Engine({type(self.module).__name__}, {numel:,} parameters, {config.precision} on {core.device}, "
+            f"{', '.join(budgets)}{ranks}, step {core.stats.total.steps}{closed})"
+        )
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Return an iterator over the model's parameters. `recurse`: include those of submodules."""
+        return self.module.parameters(recurse)
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+        """Return an iterator over the model's parameters with their names.
+
+        Args:
+            prefix: Beginning of all names.
+            recurse: Include the parameters of submodules.
+        """
+        return self.module.named_parameters(prefix, recurse)
+
+    def inspect(self) -> Inspection:
+        """Return a snapshot of where everything is: tiers, chunks, parameters, the last trace and the loss scale.
+
+        It starts no transfers and waits only for calls of other threads: call it at any time, also on a closed engine.
+        `stats` has statistics.
+        """
+        return inspect(self._core)
+
+    def record(
+        self, log: RunLog | str | Path | None = None, *, steps: int = 0, tensorboard: str | Path | None = None
+    ) -> Recording:
+        """Record the steps inside the returned context, for `patrickstar report`, for TensorBoard and for Perfetto.
+
+        Each step has a record of its statistics. The first, second, fourth, eighth step and so on have a timeline, too:
+        when each channel was busy, what was waited for, and where the bytes were. Beside an accelerator these steps
+        wait for it at their begin and end.
+
+        Args:
+            log: File of JSON lines, which is written step by step. Default: none.
+            steps: Number of steps of a log that are continued; the rest of the file is replaced.
+            tensorboard: Directory for scalars of each step in TensorBoard's format. Default: none.
+
+        Returns:
+            Context with `log(loss=...)` to add to the record of a step, `timelines`, and `chrome_trace(path)`.
+
+        Raises:
+            ConfigError: A file can't be written, or TensorBoard is not installed.
+            TrainingError: The engine is closed, or is being recorded.
+        """
+        return Recording(self._core, self.optimizer, log, steps, tensorboard)
+
+    def plan(self, *args: Any, loss: Callable[[Any], torch.Tensor] | None = None, **kwargs: Any) -> "DryRunReport":
+        """Predict the cost of a training step by a dry run. Nothing is computed; measuring the machine takes seconds.
+
+        Gradients are clipped in it as in the last step: not at all, without effect, or with effect.
+
+        Inside `record` the prediction becomes a part of the log, and the report compares it with the steps.
+
+        Args:
+            *args: Inputs of the model, of the shapes and dtypes to plan for.
+            loss: Returns the loss from the model's output. Default: its attribute `loss`, or the output itself.
+            **kwargs: Further inputs, by keyword.
+
+        Returns:
+            Report with seconds per step, bytes per tier and transferred bytes.
+
+        Raises:
+            BudgetError: Such a step would not fit.
+            ConfigError: Several processes share the model.
+        """
+        from patrickstar._dry_run.simulation import dry_run_engine, forward_backward_step
+
+        if self.world.size > 1:
+            raise ConfigError("engine.plan simulates a single process; for several use patrickstar plan --gpus")
+        if self._core.release.alive:
+            with self._core.interceptor.lock, self._core.internal_computation():
+                self._core.optimizer_step.finish_running()  # beside updates all that is measured is slower
+        report = dry_run_engine(self, forward_backward_step(loss, args, kwargs, self._core.gradients.last_clips))
+        if isinstance(self._core.recording, Recording):
+            self._core.recording.planned(report.seconds, report.bound_s, report.stats)
+        return report
 
     # The training loop
 
@@ -131,12 +284,11 @@ class Engine(EngineView, EngineState):
             raise ModelError(f"the engine has no frozen module {name!r}, only {sorted(core.frozen)}")
         core.sync_module_changes()
         args, kwargs = cast_inputs((args, kwargs), self.config.compute_dtype, self.device)
-        with torch.no_grad(), core.cleanup_on_error():
-            if core.tracer.open_key is not None:  # it is a part of the step, and of its trace
-                with core.tracer.in_iteration(), interruptible():
-                    return core.frozen[name](*args, **kwargs)
-            with core.data.residency.evaluation((name, core.signature(args, kwargs))), interruptible():
-                return core.frozen[name](*args, **kwargs)
+        of_step = core.tracer.open_key is not None  # then it is a part of the step's trace
+        evaluation = core.data.residency.evaluation((name, core.signature(args, kwargs)))
+        part = core.tracer.in_iteration() if of_step else evaluation
+        with torch.no_grad(), core.cleanup_on_error(), part, interruptible():
+            return core.frozen[name](*args, **kwargs)
 
     @engine_call
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -290,6 +442,149 @@ class Engine(EngineView, EngineState):
                 gathered = self.world.all_gather(torch.tensor([value], dtype=torch.float64, device="cpu"))
             total: float = sum(gathered[:, 0].tolist())
             return total / self.world.size
+
+    # State
+
+    @cached_property
+    def _checkpoint(self) -> "EngineCheckpoint":
+        from patrickstar._engine.engine_checkpoint import EngineCheckpoint
+
+        return EngineCheckpoint(self._core, self.optimizer)
+
+    def state_dict(self, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
+        """Copy parameters and persistent buffers to the host, under the names of `nn.Module.state_dict`.
+
+        Args:
+            names: Entries to read. Default: all.
+
+        Returns:
+            CPU tensors by name: fp32 masters, frozen parameters in their compute dtype. Tied names share one tensor.
+
+        Raises:
+            ModelError: The model has no entry of a given name.
+        """
+        self._core.check_open()
+        self._core.interceptor.data_attribute.check(self._core.interceptor, writes=False)
+        with self._core.close_on_data_loss():
+            self._core.complete()
+            self._core.data.synchronize_processes(Request.STATE)
+            with self._core.data.collective_section():
+                return self._core.model_state.state_dict(names)
+
+    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = True) -> None:
+        """Load parameters and buffers, one after the other, and discard gradients.
+
+        Args:
+            state_dict: Tensors by name, as `state_dict` returns them, in any floating-point dtype. DTensors are
+                gathered one at a time.
+            strict: If False, entries missing in `state_dict` keep their values; unknown names are still refused.
+
+        Raises:
+            ModelError: Names or shapes differ. Nothing has been changed.
+        """
+        self._core.check_open()
+        self._core.optimizer_in_backward.check_inactive("loading a state")
+        with self._core.close_on_data_loss():
+            self._core.complete()
+            self._core.flush()
+            self._core.background_save.copy_all()
+            self._core.data.synchronize_processes(Request.STATE)  # from here on no process gathers old values
+            self._core.gradients.drop()
+            self._core.model_state.load_state_dict(state_dict, strict)
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Return a context in which the parameters are their averages, to evaluate or save them.
+
+        It needs the optimizer `EMA` or `ScheduleFreeAdamW`. Parameters and averages are exchanged on entry and on exit,
+        one at a time. With several processes all must enter it.
+
+        Returns:
+            The context. Inside, steps and checkpoints are refused; `state_dict` and `save_pretrained` give averages.
+
+        Raises:
+            ConfigError: The optimizer keeps no average.
+            TrainingError: Gradients are stored, or the engine is closed.
+        """
+        self._core.check_open()
+        return averaged(self._core, self.optimizer.managed_groups())
+
+    def save_pretrained(
+        self, directory: str | Path, *, dtype: str | None = None, max_shard_bytes: int | str = "5GB"
+    ) -> None:
+        """Write a model folder that transformers' `from_pretrained` loads: safetensors files and config.json.
+
+        Collective: every process must call it, and rank 0 writes. Tensors are streamed without a second copy of the
+        model; the folder appears when it is complete.
+
+        Args:
+            directory: New or empty folder.
+            dtype: "fp32", "bf16" or "fp16" for all floating-point parameters; in the engine's precision this gives the
+                exact bits that operators read. None: full precision, frozen parameters in their compute dtype.
+            max_shard_bytes: Largest file, in bytes or as a size such as "5GB"; a larger tensor gets its own file.
+
+        Raises:
+            CheckpointError: The folder is not empty, or writing failed. Nothing is left behind; training can continue.
+            ConfigError, ModelError: An argument is invalid, or the model cannot be exported.
+        """
+        self._core.check_open()
+        self._core.interceptor.data_attribute.check(self._core.interceptor, writes=False)
+        export = HFExport(self._core.model_state, dtype, max_shard_bytes)
+        with self._core.internal_computation():
+            self._core.complete()
+            self._core.data.synchronize_processes(Request.STATE)
+            with self._core.data.collective_section():
+                failed = export.write(Path(directory))
+        if failed is not None:
+            raise failed
+
+    def save(
+        self, path: str | Path, state: Mapping[str, Any] | None = None, *, wait: bool = True, frozen: bool = True
+    ) -> None:
+        """Write a checkpoint from which training resumes with identical bits. Every process must call it.
+
+        The checkpoint contains parameters, optimizer states and param groups in full precision, the loss scale,
+        buffers and random generator states.
+
+        Args:
+            path: New folder; it appears when the checkpoint is complete.
+            state: Further state by name: plain data, or objects with a `state_dict` of plain data (a scheduler).
+            wait: If False, write in the background while training continues; a failure is a warning in a later step.
+            frozen: If False, leave out frozen parameters; loading then leaves them unchanged.
+
+        Raises:
+            CheckpointError: `path` exists, writing failed, or `state` is not plain data; nothing is left behind.
+            TrainingError: No step has used the gradients yet, or the engine is closed.
+        """
+        self._core.check_open()
+        self._core.check_not_averaged("a checkpoint")
+        with self._core.internal_computation():
+            self._checkpoint.start_save(Path(path), state or {}, frozen=frozen)
+            if wait:
+                self._core.background_save.wait_or_raise()
+
+    def finish_saving(self) -> bool:
+        """Wait for the checkpoint that is being written. Return False, with a warning, if it failed, else True."""
+        self._core.check_open()
+        with self._core.internal_computation():
+            return self._core.background_save.wait()
+
+    def load(self, path: str | Path, state: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Load a checkpoint, written on any mesh, with any budgets and precision. Every process must call it.
+
+        Args:
+            path: Folder of the checkpoint.
+            state: Objects by the names given to `save`; those with a `load_state_dict` are restored.
+
+        Returns:
+            The saved `state` as plain data.
+
+        Raises:
+            CheckpointError: The checkpoint is damaged or of another model or optimizer. Nothing has been changed.
+        """
+        self._core.check_open()
+        self._core.check_not_averaged("loading a checkpoint")
+        with self._core.internal_computation():
+            return self._checkpoint.load(Path(path), state or {})
 
     def close(self, *, keep: bool = True) -> None:
         """Free all chunks and turn the parameters into ordinary tensors on the host.

@@ -1,18 +1,17 @@
 """Recording of an engine's steps: statistics of each, and timelines of some."""
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from patrickstar._engine.chrome_trace import write_chrome_trace
+from patrickstar._engine.chunk_optimizer import ChunkOptimizer
 from patrickstar._engine.core import EngineCore
+from patrickstar._engine.engine_call import engine_call
 from patrickstar._engine.run_log import RunLog, StepRecord, describe
 from patrickstar._engine.tensorboard_log import TensorBoardLog, scalars_of
-from patrickstar._kernels.update_rule import Span
-from patrickstar._schedule.step_timeline import Channel, StepTimeline
+from patrickstar._schedule.step_timeline import StepTimeline
 from patrickstar._step.stats import StepStats
 from patrickstar.errors import TrainingError
 
@@ -30,9 +29,14 @@ class Recording:
     """
 
     def __init__(
-        self, core: EngineCore, log: RunLog | str | Path | None, steps: int, tensorboard: str | Path | None = None
+        self,
+        core: EngineCore,
+        optimizer: ChunkOptimizer,
+        log: RunLog | str | Path | None,
+        steps: int,
+        tensorboard: str | Path | None = None,
     ) -> None:
-        self._core = core
+        self._core, self._optimizer = core, optimizer
         self._tensorboard = None if tensorboard is None else TensorBoardLog(tensorboard, steps)
         self._scalars = scalars_of(core)
         self._log = log if isinstance(log, RunLog) else RunLog(log, steps)
@@ -52,15 +56,16 @@ class Recording:
         self._core.recording = self
         self._log.write_run(describe(self._core))
         self._ended_s = self._core.manager.hardware.seconds()
+        self._end_step_hook = self._optimizer.register_step_post_hook(self._end_step)
         self._begin_step()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._end_step_hook.remove()
         self._write()
-        self._core.recording = None
-        self._core.kernels.observer = None
+        self._core.recording = self._core.kernels.timeline = None
         self._core.manager.end_timeline(0)
         if self._owns_log:
             self._log.close()
@@ -70,13 +75,14 @@ class Recording:
     def _begin_step(self) -> None:
         if doubles(self._steps + 1):
             self._core.manager.begin_timeline()
-            self._core.kernels.observer = self._updating
+            self._core.kernels.timeline = self._core.manager.timeline
 
-    def end_step(self) -> None:
-        """End the record of a step. The engine calls this at the end of each."""
+    @engine_call
+    def _end_step(self, *_: Any) -> None:
+        """End the record of a step: a hook of the optimizer's `step`."""
         self._write()
         self._steps += 1
-        self._core.kernels.observer = None
+        self._core.kernels.timeline = None
         number, now = self._before + self._steps, self._core.manager.hardware.seconds()
         timeline = self._core.manager.end_timeline(number)
         if timeline is not None:
@@ -139,15 +145,6 @@ class Recording:
                 self._tensorboard.write_step(self._record, self._scalars)
         self._record = None
 
-    def _updating(self, spans: Sequence[Span]) -> AbstractContextManager[None]:
-        """Return a context that notes an update on the host."""
-        timeline = self._core.manager.timeline
-        if timeline is None:  # the step has ended since a worker thread began the update
-            return nullcontext()
-        on_host = [span for span in spans if span.master.device == self._core.manager.hardware.host_device]
-        nbytes = sum(each.nbytes for span in on_host for each in (span.param, span.master, *span.states))
-        return timeline.busy(Channel.UPDATE, _names_of(on_host), nbytes)
-
     def chrome_trace(self, path: str | Path, profile: str | Path | None = None) -> None:
         """Write the timelines as a trace for Perfetto or chrome://tracing.
 
@@ -164,8 +161,3 @@ class Recording:
     def _names(self) -> dict[int, str]:
         """Return the first parameter of each chunk by its index."""
         return {index: managed[0].name for index, managed in self._core.data.by_chunk.items() if managed}
-
-
-def _names_of(spans: Sequence[Span]) -> str:
-    names = list(dict.fromkeys(span.name for span in spans))
-    return "" if not names else names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")

@@ -5,8 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from patrickstar._kernels.interpolation import interpolate_
-from patrickstar._kernels.update_rule import Rule
+from patrickstar._kernels.update_rule import Rule, interpolate_
 from patrickstar._layout.schema import EMA
 
 

@@ -16,6 +16,8 @@ from patrickstar._kernels.eager_backend import PAGE_NUMEL, STATS_BYTES, EagerBac
 from patrickstar._kernels.grad_norm import GradStats
 from patrickstar._kernels.triton_backend import TritonBackend
 from patrickstar._kernels.update_rule import Gradient, Rule, Span
+from patrickstar._schedule.step_timeline import Channel
+from patrickstar._tiers.timeline import Timeline
 
 
 class Backend(Protocol):
@@ -37,8 +39,8 @@ class Kernels:
         self.cpp = cpp
         self.triton = triton
         self.eager = EagerBackend()
-        self.observer: Callable[[Sequence[Span]], AbstractContextManager[None]] | None = None
-        """Returns a context for each update, also in worker threads, while steps are recorded."""
+        self.timeline: Timeline | None = None
+        """Recorder of the step, if it is recorded."""
 
     @classmethod
     def best(cls, device: torch.device) -> "Kernels":
@@ -110,9 +112,15 @@ class Kernels:
         return self.start(spans, scales)
 
     def observed(self, spans: Sequence[Span]) -> AbstractContextManager[None]:
-        """Return the observer's context for an update of these spans."""
-        observer = self.observer  # another thread may replace it
-        return nullcontext() if observer is None else observer(spans)
+        """Return a context for an update of these spans, which notes its part on the host if the step is recorded."""
+        timeline = self.timeline  # another thread may replace it
+        if timeline is None:
+            return nullcontext()
+        on_host = [span for span in spans if span.master.device.type == "cpu"]
+        nbytes = sum(each.nbytes for span in on_host for each in (span.param, span.master, *span.states))
+        names = list(dict.fromkeys(span.name for span in on_host))
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        return timeline.busy(Channel.UPDATE, names[0] + more if names else "", nbytes)
 
     def update(self, spans: Sequence[Span], scales: Sequence[float]) -> None:
         """Update every span and wait for completion."""

@@ -7,9 +7,8 @@ from typing import ClassVar, Literal
 
 import torch
 
-from patrickstar._kernels.interpolation import interpolate_
 from patrickstar._kernels.sgd import MOMENTUM_BUFFER
-from patrickstar._kernels.update_rule import Rule, rounded
+from patrickstar._kernels.update_rule import Rule, interpolate_, rounded
 
 AdjustLR = Literal["original", "match_rms_adamw"]
 

@@ -3,13 +3,14 @@
 import copy
 import itertools
 import math
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
-from patrickstar._kernels.global_generators import GlobalGenerators
 from patrickstar._kernels.one_thread import one_thread
 from patrickstar._kernels.torch_optim_adapter import (
     Instances,
@@ -118,6 +119,28 @@ class ProbeRun:
         return tuple(dict.fromkeys(name for pair in pairs for name in differing(*pair)))
 
 
+class GlobalGenerators:
+    """State of the global random generators when it was created."""
+
+    def __init__(self) -> None:
+        self._torch, self._python, self._numpy = torch.get_rng_state(), random.getstate(), np.random.get_state()
+
+    @property
+    def used(self) -> bool:
+        """True if a generator has been used since."""
+        return not (
+            torch.equal(self._torch, torch.get_rng_state())
+            and self._python == random.getstate()
+            and all(np.array_equal(*pair) for pair in zip(self._numpy, np.random.get_state(), strict=True))
+        )
+
+    def restore(self) -> None:
+        """Return to that state."""
+        torch.set_rng_state(self._torch)
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+
+
 def probe(kind: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> Profile:
     """Find out what a class needs. See [Note: probe].
 
@@ -147,7 +170,7 @@ def probe(kind: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> Prof
 
 
 def _profile(
-    kind: type[torch.optim.Optimizer], options: Mapping[str, Any], generators: "GlobalGenerators"
+    kind: type[torch.optim.Optimizer], options: Mapping[str, Any], generators: GlobalGenerators
 ) -> tuple[Profile | None, str | None]:
     """Return what a class needs, or why it can't run on chunks."""
     run = _run(kind, options, generators)

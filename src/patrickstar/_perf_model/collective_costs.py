@@ -1,7 +1,7 @@
 """Bytes that one process sends in the collectives of a step, with ring algorithms."""
 
-from patrickstar._perf_model.gpt_costs import HALF, SINGLE
 from patrickstar._perf_model.mesh import DataParallelGroup
+from patrickstar._perf_model.transformer_shape import HALF, SINGLE
 
 GATHERS = 2
 """All-gathers of each parameter per step: for forward and for backward."""
@@ -12,15 +12,16 @@ def shard_bytes(numel: int, shards: int, gathers: int = GATHERS, itemsize: float
     return (gathers + 1) * itemsize * (shards - 1) / shards * numel
 
 
-def replica_bytes(numel: int, group: DataParallelGroup, sum_bytes: int = SINGLE, itemsize: float = HALF) -> float:
+def replica_bytes(numel: int, group: DataParallelGroup, itemsize: float = HALF) -> float:
     """Return the bytes sent between replicas: sums of gradients are reduced, updated parameters gathered.
+
+    The sums are in fp32, which preserves the bits of a sum over all processes in rank order.
 
     Args:
         numel: Elements of the parameters that the group shares; each process exchanges those of its shard.
-        sum_bytes: Bytes of an element of the sums. fp32 preserves the bits of a sum over all processes in rank order.
         itemsize: Bytes of an element of the parameters.
     """
-    return (itemsize + sum_bytes) * (group.replicas - 1) / group.replicas * (numel / group.shards)
+    return (itemsize + SINGLE) * (group.replicas - 1) / group.replicas * (numel / group.shards)
 
 
 def all_reduce_bytes(elements: int, processes: int) -> float:

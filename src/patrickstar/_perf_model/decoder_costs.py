@@ -7,7 +7,7 @@ A test compares both. Bytes of activations and of element-wise operators are tho
 from dataclasses import dataclass
 
 from patrickstar._perf_model.adapters import Adapters
-from patrickstar._perf_model.gpt_costs import HALF, SINGLE
+from patrickstar._perf_model.transformer_shape import HALF, SINGLE
 from patrickstar._perf_model.workload import Workload
 
 LOGIT_BYTES = 12

@@ -107,6 +107,10 @@ class Mesh:
         return self.tp > 1 or self.ep > 1
 
 
+ONE_PROCESS = Mesh()
+"""Mesh of a single process."""
+
+
 def one_divides_the_other(first: int, second: int) -> bool:
     """Return whether groups of these sizes consist of whole groups of the other size, or of parts of one."""
     return first % second == 0 or second % first == 0

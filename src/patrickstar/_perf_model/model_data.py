@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from patrickstar._perf_model.collective_costs import GATHERS, replica_bytes, shard_bytes
 from patrickstar._perf_model.linear_program import SLACK, Expression, Solution, Variables
 from patrickstar._perf_model.mesh import DataParallelGroup
-from patrickstar._perf_model.param_placement import OwnShards, ParamPlacement, ReplicaCopies, ShareVariables
+from patrickstar._perf_model.param_placement import ParamPlacement, ReplicaCopies, ShareVariables
 from patrickstar._perf_model.workload import STATE_BYTES, update_bytes
 
 
@@ -43,13 +43,8 @@ class ModelDataShare:
         self.owned = numel / (group.shards * group.replicas)
         self._node_owned = gpus * numel / (group.shards * group.replicas)
         self.copied = numel / group.shards if group.replicas > 1 else 0.0
-        self._params: ParamPlacement = (
-            ReplicaCopies(
-                self._shares, self._one, self.owned, self._node_owned, self.copied, gpus * self.copied, param_bytes
-            )
-            if self.copied
-            else OwnShards(self._shares, self._one, self.owned, self._node_owned, param_bytes)
-        )
+        own = self._shares, self._one, self.owned, self._node_owned, param_bytes
+        self._params = ReplicaCopies(*own, self.copied, gpus * self.copied) if self.copied else ParamPlacement(*own)
 
     @property
     def nbytes(self) -> float:

@@ -1,7 +1,6 @@
 """Trained parameters in their compute dtype: where all-gathers read them, and what that costs, linear in the shares."""
 
 from dataclasses import dataclass
-from typing import Protocol
 
 from patrickstar._perf_model.linear_program import Expression, Variables
 
@@ -35,52 +34,14 @@ class ShareVariables:
         return cls(*(variables[first + index] for index in range(cls.COUNT)))
 
 
-class ParamPlacement(Protocol):
-    """Trained parameters in their compute dtype: bytes per tier, and bytes that the process transfers in a step."""
-
-    @property
-    def limits(self) -> list[Expression]:
-        """Expressions that must not be above zero."""
-
-    @property
-    def device_bytes(self) -> Expression:
-        """Bytes on the device of the process."""
-
-    @property
-    def host_bytes(self) -> Expression:
-        """Bytes in the memory of the node."""
-
-    @property
-    def disk_bytes(self) -> Expression:
-        """Bytes on the disk of the node."""
-
-    @property
-    def h2d_bytes(self) -> Expression:
-        """Bytes copied to the device for gathers."""
-
-    @property
-    def d2h_bytes(self) -> Expression:
-        """Bytes copied from the device after an exchange."""
-
-    @property
-    def ram_bytes(self) -> Expression:
-        """Bytes read and written in host memory for these copies."""
-
-    @property
-    def read_bytes(self) -> Expression:
-        """Bytes read from disk."""
-
-    @property
-    def write_bytes(self) -> Expression:
-        """Bytes written to disk."""
-
-
 @dataclass(frozen=True, eq=False)
-class OwnShards:
-    """Parameters of one replica, gathered from the processes that own and update them.
+class ParamPlacement:
+    """Trained parameters in their compute dtype: bytes per tier, and bytes that the process transfers in a step.
+
+    There is one replica: parameters are gathered from the processes that own and update them.
 
     Attributes:
-        owned: Elements that the process owns.
+        owned: Elements that the process owns and updates.
         node_owned: Elements that all processes of the node own.
         param_bytes: Bytes of an element.
     """
@@ -93,6 +54,7 @@ class OwnShards:
 
     @property
     def limits(self) -> list[Expression]:
+        """Expressions that must not be above zero."""
         shares = self.shares
         # Parameters are retained, resident or paged, at most one of them. Those that are updated on the device but not
         # retained there are fetched again for the next forward.
@@ -103,14 +65,17 @@ class OwnShards:
 
     @property
     def device_bytes(self) -> Expression:
+        """Bytes on the device of the process."""
         return self.param_bytes * self.owned * (self.shares.retained + self.shares.resident)
 
     @property
     def host_bytes(self) -> Expression:
+        """Bytes in the memory of the node."""
         return self.param_bytes * self.node_owned * (self._fetched - self.shares.paged)
 
     @property
     def disk_bytes(self) -> Expression:
+        """Bytes on the disk of the node."""
         return self.param_bytes * self.node_owned * self.shares.paged
 
     @property
@@ -120,45 +85,43 @@ class OwnShards:
 
     @property
     def h2d_bytes(self) -> Expression:
+        """Bytes copied to the device for gathers."""
         return self.param_bytes * self.owned * (self._fetched + self.shares.refetched)
 
     @property
     def d2h_bytes(self) -> Expression:
+        """Bytes copied from the device after an exchange."""
         return 0 * self.one
 
     @property
     def ram_bytes(self) -> Expression:
+        """Bytes read and written in host memory for these copies."""
         return self.param_bytes * self.owned * self._fetched
 
     @property
     def read_bytes(self) -> Expression:
+        """Bytes read from disk."""
         return 2 * self.param_bytes * self.owned * self.shares.paged  # for forward and backward
 
     @property
     def write_bytes(self) -> Expression:
+        """Bytes written to disk."""
         return self.param_bytes * self.owned * self.shares.paged
 
 
 @dataclass(frozen=True, eq=False)
-class ReplicaCopies:
+class ReplicaCopies(ParamPlacement):
     """Parameters of several replicas: each has a copy, of which each of its processes stores a part.
 
     The processes of a replica gather from its copy. An exchange between replicas renews it on the device, when forward
     first needs it after an update; what does not stay there is copied to the host, and fetched for backward.
 
     Attributes:
-        owned, node_owned: Elements that the process, or all processes of the node, own and update.
         copied, node_copied: Elements of the copy that the process, or all processes of the node, store.
-        param_bytes: Bytes of an element.
     """
 
-    shares: ShareVariables
-    one: Expression
-    owned: float
-    node_owned: float
     copied: float
     node_copied: float
-    param_bytes: float
 
     @property
     def limits(self) -> list[Expression]:

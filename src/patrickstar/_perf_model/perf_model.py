@@ -10,13 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from patrickstar._layout.byte_size import format_size
-from patrickstar._perf_model.channels import total
 from patrickstar._perf_model.frozen_data import FrozenShares
 from patrickstar._perf_model.linear_program import SLACK, value
 from patrickstar._perf_model.machine_spec import Machine
-from patrickstar._perf_model.mesh import Mesh
+from patrickstar._perf_model.mesh import ONE_PROCESS, Mesh, one_divides_the_other
 from patrickstar._perf_model.model_data import Shares
-from patrickstar._perf_model.step_program import MemoryTier, StepProgram
+from patrickstar._perf_model.step_program import MemoryTier, StepProgram, total
 from patrickstar._perf_model.workload import Workload, Workloads
 from patrickstar.errors import BudgetError
 
@@ -24,8 +23,6 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 """Candidate batch sizes in sequences per process."""
 MOST = 1 << 20
 """More sequences than any process trains in a step."""
-
-ONE_PROCESS = Mesh()
 
 
 @dataclass(frozen=True)
@@ -160,27 +157,6 @@ def estimate(work: Workload, machine: Machine, mesh: Mesh = ONE_PROCESS, *, lock
     )
 
 
-def min_transfer_bytes(work: Workload, machine: Machine, mesh: Mesh = ONE_PROCESS) -> tuple[int, int]:
-    """Return lower bounds of the bytes of a step between host and device, and to and from disk, per process.
-
-    Each bound is minimized separately and assumes no non-model data, because a plan may use the memory that non-model
-    data leaves free below its peak. Embedding lookups on the host are not considered.
-
-    Raises:
-        BudgetError: The model does not fit.
-    """
-    amounts = {channel.name: channel.amount for channel in StepProgram(work, machine, mesh).channels()}
-    program = StepProgram(replace(work, non_model_bytes=0, working_bytes=0, peak_working_bytes=0), machine, mesh)
-    bounds = []
-    for pair in (("host to device", "device to host"), ("disk read", "disk write")):
-        transferred = total([amounts.get(name, 0 * program.one) for name in pair])
-        solution = program.minimize(transferred / 1e9)
-        if solution is None:
-            raise _budget_error(work, machine, mesh)
-        bounds.append(math.ceil(value(transferred, solution)))
-    return bounds[0], bounds[1]
-
-
 def min_extra_bytes(work: Workload, machine: Machine, mesh: Mesh, tier: MemoryTier) -> int | None:
     """Return the bytes that a tier of each node must gain for the model to fit; None if no amount is enough."""
     program = StepProgram(work, machine, mesh)
@@ -208,7 +184,7 @@ def best_estimate(
     for recompute in checkpointing:
         for batch in sorted(batches):
             try:
-                estimates.append(estimate(work_of(batch, recompute), machine, mesh))
+                estimates.append(estimate(work_of(batch, recompute, mesh), machine, mesh))
             except BudgetError as error:
                 first_error = first_error or error
                 break  # larger batches need more memory
@@ -229,11 +205,36 @@ def fits(work: Workload, machine: Machine, mesh: Mesh) -> bool:
     return program.minimize(program.one) is not None
 
 
+def with_smallest_replicas(
+    work_of: Workloads, machine: Machine, mesh: Mesh, checkpointing: Sequence[bool], batch: int
+) -> Mesh:
+    """Return the mesh with the smallest replicas that fit in memory, or else with a disk; as it is if none fits.
+
+    Each further replica costs a copy of the parameters.
+
+    Args:
+        mesh: Processes; its replicas have the smallest number of nodes that is considered.
+        batch: Number of sequences.
+    """
+    candidates = [
+        replace(mesh, replica_nodes=nodes)
+        for nodes in range(mesh.replica_nodes, mesh.nodes + 1)
+        if mesh.nodes % nodes == 0 and one_divides_the_other(nodes * mesh.gpus, mesh.ep)
+    ]
+    if len(candidates) == 1:
+        return mesh
+    for tiers in (machine.model_copy(update={"disk": None}), machine):
+        for candidate in candidates:
+            if any(fits(work_of(batch, recompute, candidate), tiers, candidate) for recompute in checkpointing):
+                return candidate
+    return mesh
+
+
 def largest_batch(work_of: Workloads, machine: Machine, mesh: Mesh, checkpointing: bool, below: int = MOST) -> int:
     """Return the largest number of sequences per process that fits; 0 if not even one does."""
 
     def possible(batch: int) -> bool:
-        return fits(work_of(batch, checkpointing), machine, mesh)
+        return fits(work_of(batch, checkpointing, mesh), machine, mesh)
 
     if not possible(1):
         return 0

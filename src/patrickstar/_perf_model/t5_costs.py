@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from patrickstar._perf_model.experts import Experts, FeedForward
-from patrickstar._perf_model.gpt_costs import HALF, SINGLE
+from patrickstar._perf_model.transformer_shape import HALF, TransformerShape
 
 POSITION_BUCKETS = 32
 """Relative positions that have a bias of their own per head and stack (Raffel et al. 2020, section 2.1)."""
@@ -18,7 +18,7 @@ DIVIDED_BY_ATTENTION = 8
 
 
 @dataclass(frozen=True)
-class T5:
+class T5(TransformerShape):
     """Encoder and decoder of equally many layers, with cross attention and the embedding weight tied to the head.
 
     Attributes:
@@ -27,9 +27,6 @@ class T5:
         ffn: Width of the feed-forward network, which has ReLU and two matrices.
         sequence: Number of tokens of each stack: a sample has this many input and as many output tokens.
         experts: In both stacks, some layers have experts in place of the feed-forward network.
-
-    Methods with the argument `tp` return the part of one of `tp` tensor-parallel processes, which divide heads, the
-    feed-forward network and the vocabulary; norms, routers and the inputs of layers are in all of them.
     """
 
     layers: int
@@ -41,47 +38,22 @@ class T5:
     experts: Experts | None = None
 
     @property
-    def encoder_layer_numel(self) -> int:
-        """Number of parameters of one encoder layer: self-attention, feed-forward network and two norms, no biases."""
-        return self.layer_part(1) - 4 * self.hidden**2 - self.hidden
-
-    @property
-    def decoder_layer_numel(self) -> int:
-        """Number of parameters of one decoder layer, which has cross attention and its norm in addition."""
-        return self.layer_part(1)
+    def described_layers(self) -> str:
+        return f"{self.layers} encoder and {self.layers} decoder layers"
 
     def layer_part(self, tp: int) -> int:
-        """Return the parameters of one decoder layer without experts in one of `tp` processes."""
+        # A decoder layer has two attentions and three norms, without biases; an encoder layer one and two.
         return 8 * self.hidden**2 // tp + self.feed_forward.numel(tp) + 3 * self.hidden
 
     @property
-    def embedding_numel(self) -> int:
-        """Number of embedding parameters: tokens, and the biases of relative positions of both stacks."""
-        return self.vocab * self.hidden + 2 * POSITION_BUCKETS * self.heads
-
-    @property
-    def numel(self) -> int:
-        """Number of all parameters, including the final norms of both stacks."""
-        experts = self.experts.count * self.feed_forward.numel() if self.experts is not None else 0
-        return self.dense_numel() + self.expert_layers * experts
-
-    @property
     def feed_forward(self) -> FeedForward:
-        """Feed-forward network of a layer, or of one expert."""
         return FeedForward(self.hidden, self.ffn, biases=False, saved_bytes_per_unit=SAVED_BY_RELU)
 
     @property
     def expert_layers(self) -> int:
-        """Number of layers with experts, of both stacks."""
         return 2 * (self.layers // self.experts.every) if self.experts is not None else 0
 
-    @property
-    def router_numel(self) -> int:
-        """Number of parameters of the router of one layer with experts."""
-        return self.experts.count * self.hidden if self.experts is not None else 0
-
     def dense_numel(self, tp: int = 1) -> int:
-        """Return the parameters outside of experts in one of `tp` processes."""
         encoder_layer = self.layer_part(tp) - 4 * self.hidden**2 // tp - self.hidden
         return (
             self.layers * (encoder_layer + self.layer_part(tp))
@@ -92,42 +64,17 @@ class T5:
         )
 
     def all_reduces(self, recompute: bool, exchanged: bool = False) -> float:
-        """Return the tensor-parallel all-reduces of a step, in hidden units per token of one stack.
-
-        Forward sums the outputs of three attentions and two feed-forward networks per pair of layers, and those of the
-        embedding in both stacks. Backward sums the gradients of their inputs, six per pair because cross attention has
-        two inputs, and those of the head's input. `exchanged`: experts are in other processes; each process routes a
-        part of the tokens, and an all-gather, half of an all-reduce, follows.
-        """
+        # Forward sums the outputs of three attentions and two feed-forward networks per pair of layers, and those of
+        # the embedding in both stacks. Backward sums the gradients of their inputs, six per pair because cross
+        # attention has two inputs, and those of the head's input. The unit is a token of one stack.
         halves = self.expert_layers / 2 if exchanged else 0
         forward, backward = 5 * self.layers - halves, 6 * self.layers - halves
         return (2 if recompute else 1) * forward + backward + 3
 
     def layer_operations(self, tokens: int) -> int:
-        """Return the forward operations of one encoder and one decoder layer for `tokens` tokens in each stack.
-
-        Together they have three attentions and two feed-forward networks. Masked scores and weighted sums count.
-        """
+        # An encoder and a decoder layer together have three attentions and two feed-forward networks.
         attention = 8 * self.hidden**2 + 4 * self.sequence * self.hidden
         return tokens * (3 * attention + 2 * 4 * self.hidden * self.ffn)
-
-    def logit_operations(self, tokens: int) -> int:
-        """Return the forward operations of the head, which only the decoder has."""
-        return 2 * tokens * self.vocab * self.hidden
-
-    def operations(self, tokens: int, recompute: bool = True) -> int:
-        """Return the operations of a step: a backward costs two forwards, recomputation one more per layer."""
-        experts = self.experts.top_k if self.experts is not None else 0
-        in_experts = self.expert_layers * experts * self.feed_forward.operations(tokens)
-        return self.dense_operations(tokens, recompute) + (4 if recompute else 3) * in_experts
-
-    def dense_operations(self, tokens: int, recompute: bool = True, tp: int = 1) -> int:
-        """Return the operations of a step outside of experts in one of `tp` processes."""
-        passes = 4 if recompute else 3
-        forward = self.layers * self.layer_operations(tokens)
-        forward -= self.expert_layers * self.feed_forward.operations(tokens)
-        routers = self.expert_layers * 2 * tokens * self.router_numel
-        return (passes * forward + 3 * self.logit_operations(tokens)) // tp + passes * routers
 
     def checkpoint_bytes(self, batch: int) -> int:
         """Return the bytes of the 16-bit checkpointed inputs of all layers, and of the encoder's output."""
@@ -143,17 +90,8 @@ class T5:
         return attention + ffn + norm, 2 * attention + ffn + norm
 
     def activation_bytes(self, batch: int, checkpointing: bool, tp: int = 1, expert_bytes: float = 0) -> float:
-        """Return the peak of saved activations with fused attention, which saves no scores.
-
-        Args:
-            expert_bytes: Bytes that the experts of one layer save for backward in this process.
-        """
         encoder, decoder = self.saved_bytes(batch, tp)
         instead = expert_bytes - batch * self.sequence * self.feed_forward.saved_bytes(tp)
         if checkpointing:
             return self.checkpoint_bytes(batch) + decoder + (max(0.0, instead) if self.expert_layers else 0)
         return self.layers * (encoder + decoder) + self.expert_layers * instead
-
-    def logit_bytes(self, batch: int, tp: int = 1) -> int:
-        """Return the bytes of the logits in 16 bits, in 32 bits for the loss, and of their 32-bit gradient."""
-        return batch * self.sequence * -(-self.vocab // tp) * (HALF + SINGLE + SINGLE)

@@ -1,4 +1,4 @@
-"""Workload of one training step, the input of the performance model, from the analytic costs of a GPT or a T5."""
+"""Workload of one training step, the input of the performance model, from the analytic costs of a transformer."""
 
 import math
 from collections.abc import Callable
@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 
 from patrickstar._perf_model.collective_costs import all_reduce_bytes, exchange_bytes
 from patrickstar._perf_model.experts import Experts, expected_maximum
-from patrickstar._perf_model.gpt_costs import Gpt
-from patrickstar._perf_model.mesh import Mesh
-from patrickstar._perf_model.t5_costs import T5
+from patrickstar._perf_model.mesh import ONE_PROCESS, Mesh
+from patrickstar._perf_model.transformer_shape import HALF, SINGLE, TransformerShape
 from patrickstar.errors import ConfigError
 
 PARAM_BYTES = 2
@@ -27,8 +26,6 @@ def update_bytes(param_bytes: float) -> float:
 UPDATE_BYTES = 2 * PARAM_BYTES + 2 * STATE_BYTES
 """Bytes per parameter that an update in mixed precision reads and writes."""
 
-HALF, SINGLE = 2, 4
-"""Bytes of a 16-bit and of a 32-bit number."""
 ROUTED_BYTES = 2 * HALF
 """Bytes that a routed token saves per hidden unit: input and output of its expert."""
 
@@ -125,8 +122,8 @@ class Workload:
         return math.ceil(2 / self.fill_share)
 
 
-Workloads = Callable[[int, bool], Workload]
-"""Function from (sequences per process, checkpointing) to the workload."""
+Workloads = Callable[[int, bool, Mesh], Workload]
+"""Function from (sequences per process, checkpointing, mesh) to the workload of one process."""
 
 
 def on_lines(workloads: Workloads) -> Workloads:
@@ -136,39 +133,28 @@ def on_lines(workloads: Workloads) -> Workloads:
     constant part.
     """
 
-    def workload(batch: int, checkpointing: bool) -> Workload:
+    def workload(batch: int, checkpointing: bool, mesh: Mesh) -> Workload:
         power = 1 << (batch.bit_length() - 1)
-        smaller = workloads(power, checkpointing)
+        smaller = workloads(power, checkpointing, mesh)
         if batch == power:
             return smaller
-        more = workloads(2 * power, checkpointing).device_bytes - smaller.device_bytes
+        more = workloads(2 * power, checkpointing, mesh).device_bytes - smaller.device_bytes
         grown = math.ceil(more * (batch / power - 1))
         return replace(smaller, batch=batch, non_model_bytes=smaller.non_model_bytes + grown)
 
     return workload
 
 
-def gpt_workload(gpt: Gpt, batch: int, checkpointing: bool = True, mesh: Mesh | None = None) -> Workload:
+def shape_workload(
+    shape: TransformerShape, batch: int, checkpointing: bool = True, mesh: Mesh = ONE_PROCESS
+) -> Workload:
     """Return the workload of one process for `batch` sequences, with fused attention, which saves no scores.
 
-    Raises:
-        ConfigError: The mesh does not divide the model.
-    """
-    return _workload(gpt, batch, checkpointing, mesh or Mesh())
-
-
-def t5_workload(t5: T5, batch: int, checkpointing: bool = True, mesh: Mesh | None = None) -> Workload:
-    """Return the workload of one process for `batch` samples, with fused attention, which saves no scores.
-
-    Tokens are those of one stack: the encoder and the decoder each process as many.
+    Tokens are those of one stack: the encoder and the decoder of a T5 each process as many.
 
     Raises:
         ConfigError: The mesh does not divide the model.
     """
-    return _workload(t5, batch, checkpointing, mesh or Mesh())
-
-
-def _workload(shape: Gpt | T5, batch: int, checkpointing: bool, mesh: Mesh) -> Workload:
     _check_division(shape, mesh)
     tokens, tp = batch * shape.sequence, mesh.tp
     experts = _expert_load(shape, tokens, checkpointing, mesh) if shape.expert_layers else None
@@ -192,7 +178,7 @@ def _workload(shape: Gpt | T5, batch: int, checkpointing: bool, mesh: Mesh) -> W
     )
 
 
-def _check_division(shape: Gpt | T5, mesh: Mesh) -> None:
+def _check_division(shape: TransformerShape, mesh: Mesh) -> None:
     for name, size in (("heads", shape.heads), ("hidden units", shape.hidden), ("units", shape.feed_forward.ffn)):
         if size % mesh.tp:
             where = " of the feed-forward network" if name == "units" else ""
@@ -204,7 +190,7 @@ def _check_division(shape: Gpt | T5, mesh: Mesh) -> None:
         raise ConfigError(f"ep={mesh.ep} does not divide the model's {count} experts; try a divisor of {count}")
 
 
-def _expert_load(shape: Gpt | T5, tokens: int, checkpointing: bool, mesh: Mesh) -> ExpertLoad:
+def _expert_load(shape: TransformerShape, tokens: int, checkpointing: bool, mesh: Mesh) -> ExpertLoad:
     """Return the load of the experts in one process.
 
     Without expert parallelism, tensor parallelism divides each expert. With it, a process has whole experts, and the
@@ -233,7 +219,7 @@ def _imbalance(experts: Experts, routed: float, mesh: Mesh) -> float:
     return expected_maximum(routed, mesh.processes) / routed if mesh.ep > 1 else 1.0
 
 
-def _saved_by_experts(shape: Gpt | T5, tokens: int, mesh: Mesh, experts: ExpertLoad) -> float:
+def _saved_by_experts(shape: TransformerShape, tokens: int, mesh: Mesh, experts: ExpertLoad) -> float:
     """Return the bytes that the experts of one layer, and their router, save for backward in the busiest process."""
     assert shape.experts is not None
     parts = mesh.tp if mesh.ep == 1 else 1

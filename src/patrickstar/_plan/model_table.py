@@ -10,7 +10,7 @@ from patrickstar._perf_model.adapters import Adapters
 from patrickstar._perf_model.machine_spec import Machine
 from patrickstar._perf_model.mesh import Mesh
 from patrickstar._perf_model.perf_model import Estimate
-from patrickstar._perf_model.workload import STATE_BYTES, Workload, Workloads
+from patrickstar._perf_model.workload import STATE_BYTES, Workload
 from patrickstar._plan.planned_model import PlannedModel
 from patrickstar._plan.search import Search
 from patrickstar._plan.upgrades import ENDURANCE, drive_tokens
@@ -167,20 +167,17 @@ def models_that_fit(search: Search, sequence: int, rank: int) -> ModelTable:
 def _planned(name: str, model: OpenModel, sequence: int, way: Adapters | None) -> PlannedModel:
     decoder = model.decoder()
 
-    def workload(batch: int, checkpointing: bool) -> Workload:
+    def workload(batch: int, checkpointing: bool, mesh: Mesh) -> Workload:
         return decoder.workload(batch, sequence, checkpointing, way)
 
-    def workloads(mesh: Mesh) -> Workloads:
-        return workload
-
-    return PlannedModel(name, sequence, workloads, adapters=way)
+    return PlannedModel(name, sequence, workload, adapters=way)
 
 
 def _best(search: Search, model: PlannedModel) -> Estimate | None:
     machine, mesh = search.machine, search.mesh
     if model.adapters is not None and OPEN_MODELS[model.name].decoder().expert_numel:
         return None  # how peft adapts experts is not planned
-    work = model.workloads(mesh)(min(search.batches), True)
+    work = model.workload(min(search.batches), True, mesh)
     # Most models are too large by far: their linear programs need not be solved.
     capacity = machine.host.memory + (machine.disk.capacity if machine.disk is not None else 0)
     capacity += mesh.gpus * machine.gpu.memory if machine.gpu is not None else 0

@@ -15,7 +15,7 @@ from patrickstar._perf_model.gpt_costs import Gpt
 from patrickstar._perf_model.machine_spec import Machine
 from patrickstar._perf_model.mesh import Mesh
 from patrickstar._perf_model.t5_costs import T5
-from patrickstar._perf_model.workload import Workloads, gpt_workload, t5_workload
+from patrickstar._perf_model.workload import Workload, Workloads, shape_workload
 from patrickstar.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,14 +29,14 @@ class PlannedModel:
     Attributes:
         name: Its name and shape.
         sequence: Tokens of a sequence.
-        workloads: Returns the workloads of one process of a mesh.
+        workload: Returns the workload of one process.
         traced: Returns the model as dry runs train it; None if they can't.
         adapters: Adapters that are added to a model of that name, and trained in its place.
     """
 
     name: str
     sequence: int
-    workloads: Callable[[Mesh], Workloads]
+    workload: Workloads
     traced: "Callable[[], TracedModel] | None" = None
     adapters: Adapters | None = None
 
@@ -90,28 +90,24 @@ def planned_shape(name: str, shape: Gpt | T5, capacity_factor: float | None = No
         if shape.experts is None:
             raise ConfigError(f"--capacity-factor {capacity_factor:g}: {name} has no experts")
         shape = replace(shape, experts=replace(shape.experts, capacity_factor=capacity_factor))
-    if isinstance(shape, T5):
-        layers, of_shape = f"{shape.layers} encoder and {shape.layers} decoder layers", partial(t5_workload, shape)
-    else:
-        layers, of_shape = f"{shape.layers} layers", partial(gpt_workload, shape)
     traced = partial(_traced_preset, name, shape) if isinstance(shape, Preset) else None
-    text = f"{name}, {layers} x {shape.hidden}{_described(shape.experts)}"
-    return PlannedModel(text, shape.sequence, lambda mesh: partial(of_shape, mesh=mesh), traced)
+    text = f"{name}, {shape.described_layers} x {shape.hidden}{_described(shape.experts)}"
+    return PlannedModel(text, shape.sequence, partial(shape_workload, shape), traced)
 
 
 def planned_trace(model: "TracedModel", machine: Machine) -> PlannedModel:
     """Return a model whose workload is traced in dry runs on a machine."""
-    workloads = model.workloads(machine)
+    of_process = model.workloads(machine)
 
-    def of_mesh(mesh: Mesh) -> Workloads:
+    def workload(batch: int, checkpointing: bool, mesh: Mesh) -> Workload:
         if mesh.lockstep:
             raise ConfigError(
                 f"--tp {mesh.tp} --ep {mesh.ep}: {model.name} is traced as one process runs it; only presets can be "
                 f"divided"
             )
-        return workloads
+        return of_process(batch, checkpointing)
 
-    return PlannedModel(model.name, model.row_tokens, of_mesh, lambda: model)
+    return PlannedModel(model.name, model.row_tokens, workload, lambda: model)
 
 
 def _traced_preset(name: str, shape: Preset) -> "TracedModel":

@@ -1,14 +1,15 @@
 """Plans from the names of a model and of a machine or its parts: `ps.plan`."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from patrickstar._layout.byte_size import format_size, parse_size
 from patrickstar._layout.schema import COMPUTE_DTYPES
 from patrickstar._perf_model.adapters import adapters_of
+from patrickstar._perf_model.cpu_precision import faster_on_cpu
 from patrickstar._perf_model.machine_parts import machine_of_parts, parse_disk, parse_rate
-from patrickstar._perf_model.machine_spec import Machine, Precision, find_machine
+from patrickstar._perf_model.machine_spec import Host, Machine, Precision, find_machine
 from patrickstar._perf_model.margins import Margins
 from patrickstar._perf_model.mesh import Mesh
 from patrickstar._perf_model.perf_model import BATCHES
@@ -25,6 +26,8 @@ DEFAULT_MACHINE = "8xV100-32GB"
 """Machine of a plan that names none."""
 HERE = "here"
 """Name of this machine, which is measured."""
+COUNTS = ("gpus", "nodes", "tp", "ep", "cores", "batch", "sequence")
+"""Options that count something, of which there has to be one at least."""
 
 
 def plan(
@@ -93,24 +96,8 @@ def plan(
         BudgetError: The model does not fit; the message names what would suffice.
         ConfigError: A name is unknown, or options exclude each other.
     """
-    search = search_of(
-        machine=machine,
-        gpu=gpu,
-        gpus=gpus,
-        nodes=nodes,
-        tp=tp,
-        ep=ep,
-        device_memory=device_memory,
-        host_memory=host_memory,
-        host_bandwidth=host_bandwidth,
-        cores=cores,
-        disk=disk,
-        batch=batch,
-        sequence=sequence,
-        activation_checkpointing=activation_checkpointing,
-        precision=precision,
-        dry_run=dry_run,
-    )
+    given = locals()
+    search = SearchOptions(**{each.name: given[each.name] for each in fields(SearchOptions)}).search()
     adapters = adapters_of(lora, qlora)
     if isinstance(model, str):
         if sample is not None or loss is not None:
@@ -129,37 +116,67 @@ def plan(
     return search.plan(planned_trace(traced, search.machine))
 
 
-def search_of(
-    *,
-    machine: str | Machine | None,
-    gpu: str | None,
-    gpus: int | None,
-    nodes: int,
-    tp: int,
-    ep: int,
-    device_memory: str | None,
-    host_memory: str | None,
-    host_bandwidth: str | None,
-    cores: int | None,
-    disk: str | None,
-    batch: int | None,
-    sequence: int,
-    activation_checkpointing: bool | None,
-    precision: str,
-    dry_run: bool,
-) -> Search:
-    """Return the search of these options of `plan`."""
-    _check_counts(gpus=gpus, nodes=nodes, tp=tp, ep=ep, cores=cores, batch=batch, sequence=sequence)
-    found = _in_precision(_machine(machine, gpu, gpus, host_memory, disk), precision)
-    found = _with_host(found, host_memory, host_bandwidth, cores)
-    found = found if device_memory is None else _with_budget(found, device_memory)
-    margins = Margins(
-        device=not found.budgets and device_memory is None, host=not found.budgets or host_memory is not None
-    )
-    mesh = Mesh(nodes, process_count(found, gpus), tp, ep)
-    recompute = activation_checkpointing
-    checkpointing = (True, False) if recompute is None else (recompute,)
-    return Search(found, mesh, checkpointing, BATCHES if batch is None else (batch,), dry_run, margins)
+@dataclass(frozen=True, kw_only=True)
+class SearchOptions:
+    """Machine, mesh, batch and precision of a plan: those options of `plan` that are the same for all models."""
+
+    machine: str | Machine | None
+    gpu: str | None
+    gpus: int | None
+    nodes: int
+    tp: int
+    ep: int
+    device_memory: str | None
+    host_memory: str | None
+    host_bandwidth: str | None
+    cores: int | None
+    disk: str | None
+    batch: int | None
+    sequence: int
+    activation_checkpointing: bool | None
+    precision: str
+    dry_run: bool
+
+    def search(self) -> Search:
+        """Return the search of these options. Raise ConfigError if one is invalid."""
+        for name in COUNTS:
+            if (count := getattr(self, name)) is not None and count < 1:
+                raise ConfigError(f"{name}={count}: at least one is needed")
+        found = _in_precision(self._machine(), self.precision)
+        found = found.model_copy(update={"host": self._host(found.host)})
+        found = found if self.device_memory is None else _with_budget(found, self.device_memory)
+        margins = Margins(
+            device=not found.budgets and self.device_memory is None,
+            host=not found.budgets or self.host_memory is not None,
+        )
+        mesh = Mesh(self.nodes, process_count(found, self.gpus), self.tp, self.ep)
+        recompute = self.activation_checkpointing
+        checkpointing = (True, False) if recompute is None else (recompute,)
+        batches = BATCHES if self.batch is None else (self.batch,)
+        return Search(found, mesh, checkpointing, batches, self.dry_run, margins)
+
+    def _machine(self) -> Machine:
+        """Return the machine of parts, or of a name or file; `here` is this machine, measured."""
+        if self.gpu is not None:
+            if self.machine is not None:
+                raise ConfigError(
+                    f"gpu={self.gpu!r} and machine={str(self.machine)!r} exclude each other: both are machines"
+                )
+            return machine_of_parts(self.gpu, self.gpus or 1, self.host_memory, self.disk)
+        found = self.machine if isinstance(self.machine, Machine) else _named(self.machine or DEFAULT_MACHINE)
+        return found if self.disk is None else found.model_copy(update={"disk": parse_disk(self.disk)})
+
+    def _host(self, host: Host) -> Host:
+        """Return a host with the memory, rate and cores that are given."""
+        changes: dict[str, Any] = {}
+        if self.host_memory is not None:
+            changes["memory"] = parse_size(self.host_memory)
+        if self.host_bandwidth is not None:
+            rate = parse_rate(self.host_bandwidth, "host_bandwidth")
+            changes |= {"memory_bandwidth": rate, "update_rate": None, "sockets": 1}
+        if self.cores is not None:
+            changes["cores"] = self.cores
+        return host.model_copy(update=changes)
 
 
 def _in_precision(machine: Machine, precision: str) -> Machine:
@@ -170,30 +187,8 @@ def _in_precision(machine: Machine, precision: str) -> Machine:
         return machine.in_precision(cast(Precision, precision))
     rates = machine.host.matmul_tflops, machine.host.fp32_tflops
     if machine.gpu is None and machine.measured and rates[0] is not None and rates[1] is not None:
-        # Imported here because PyTorch takes seconds to load.
-        from patrickstar._perf_model.cpu_precision import faster_on_cpu
-
         return machine.in_precision(cast(Precision, faster_on_cpu(rates[0], rates[1])))
     return machine
-
-
-def _check_counts(**counts: int | None) -> None:
-    for name, count in counts.items():
-        if count is not None and count < 1:
-            raise ConfigError(f"{name}={count}: at least one is needed")
-
-
-def _with_host(machine: Machine, memory: str | None, bandwidth: str | None, cores: int | None) -> Machine:
-    """Return a machine whose host has other memory, rates or cores."""
-    changes: dict[str, Any] = {}
-    if memory is not None:
-        changes["memory"] = parse_size(memory)
-    if bandwidth is not None:
-        rate = parse_rate(bandwidth, "host_bandwidth")
-        changes |= {"memory_bandwidth": rate, "update_rate": None, "sockets": 1}
-    if cores is not None:
-        changes["cores"] = cores
-    return machine.model_copy(update={"host": machine.host.model_copy(update=changes)})
 
 
 def _with_budget(machine: Machine, device_memory: str) -> Machine:
@@ -219,18 +214,6 @@ def process_count(machine: Machine, gpus: int | None) -> int:
     if gpus is not None and not 1 <= gpus <= available:
         raise ConfigError(f"gpus={gpus}: {machine.name} has {available}")
     return gpus if gpus is not None else available
-
-
-def _machine(
-    machine: str | Machine | None, gpu: str | None, gpus: int | None, host_memory: str | None, disk: str | None
-) -> Machine:
-    """Return the machine of parts, or of a name or file; `here` is this machine, measured."""
-    if gpu is not None:
-        if machine is not None:
-            raise ConfigError(f"gpu={gpu!r} and machine={str(machine)!r} exclude each other: both are machines")
-        return machine_of_parts(gpu, gpus or 1, host_memory, disk)
-    found = machine if isinstance(machine, Machine) else _named(machine or DEFAULT_MACHINE)
-    return found if disk is None else found.model_copy(update={"disk": parse_disk(disk)})
 
 
 def _named(name: str) -> Machine:

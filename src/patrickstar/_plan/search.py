@@ -10,8 +10,7 @@ from patrickstar._models.presets import Preset
 from patrickstar._perf_model.machine_spec import Machine
 from patrickstar._perf_model.margins import NO_BUDGET_GIVEN, Margins
 from patrickstar._perf_model.mesh import Mesh
-from patrickstar._perf_model.perf_model import MOST, Estimate, best_estimate, largest_batch
-from patrickstar._perf_model.replicas import with_smallest_replicas
+from patrickstar._perf_model.perf_model import MOST, Estimate, best_estimate, largest_batch, with_smallest_replicas
 from patrickstar._perf_model.text_tables import format_seconds
 from patrickstar._perf_model.workload import on_lines
 from patrickstar._plan.plan import Plan
@@ -93,7 +92,7 @@ class Search:
 
     def best(self, model: PlannedModel, machine: Machine, mesh: Mesh) -> Estimate:
         """Return the fastest estimate. Raise BudgetError if the model does not fit."""
-        return best_estimate(model.workloads(mesh), self.budgets(machine, mesh), mesh, self.checkpointing, self.batches)
+        return best_estimate(model.workload, self.budgets(machine, mesh), mesh, self.checkpointing, self.batches)
 
     def best_or_none(self, model: PlannedModel, machine: Machine, mesh: Mesh) -> Estimate | None:
         """Return the fastest estimate; None if the model does not fit."""
@@ -146,11 +145,11 @@ class Search:
                 best = replace(self, batches=smaller).best(model, self.machine, mesh)
 
     def _largest_batch(self, model: PlannedModel, mesh: Mesh, recompute: bool, below: int = MOST) -> int:
-        return largest_batch(on_lines(model.workloads(mesh)), self.budgets(self.machine, mesh), mesh, recompute, below)
+        return largest_batch(on_lines(model.workload), self.budgets(self.machine, mesh), mesh, recompute, below)
 
     def _with_replicas(self, model: PlannedModel) -> Mesh:
         machine = self.budgets(self.machine, self.mesh)
-        return with_smallest_replicas(model.workloads, machine, self.mesh, self.checkpointing, min(self.batches))
+        return with_smallest_replicas(model.workload, machine, self.mesh, self.checkpointing, min(self.batches))
 
     def _smaller_batch(self, model: PlannedModel, mesh: Mesh) -> str:
         """Return a hint with the batches that fit, empty if there are none."""

@@ -27,7 +27,7 @@ from patrickstar._models.training_step import token_ids, training_step
 from patrickstar._perf_model.adapters import Adapters
 from patrickstar._perf_model.machine_spec import Machine
 from patrickstar._perf_model.perf_model import Estimate
-from patrickstar._perf_model.workload import Workloads
+from patrickstar._perf_model.workload import Workload
 from patrickstar.config import Config, Disk
 from patrickstar.errors import ConfigError
 
@@ -56,7 +56,7 @@ class TracedModel:
     name: str
     checkpointing: tuple[bool, ...] = (True, False)
 
-    def workloads(self, machine: Machine) -> Workloads:
+    def workloads(self, machine: Machine) -> Callable[[int, bool], Workload]:
         """Return the workload of a step as a function of batch and checkpointing, traced on first use."""
         return traced_workloads(Engine, self.build, self.step, lambda batch: batch * self.row_tokens, machine)
 

@@ -3,7 +3,7 @@
 import warnings
 from dataclasses import asdict, dataclass, field
 from operator import add
-from typing import Any, Protocol
+from typing import Any
 
 from patrickstar._chunks.chunk_manager import ChunkManager
 from patrickstar._tiers.transfer_counters import TransferCounters
@@ -94,13 +94,6 @@ class StepStats:
         steps = self.steps * self.staleness + later.steps * later.staleness
         values |= {"loss_scale": later.loss_scale, "staleness": steps / max(1, self.steps + later.steps)}
         return StepStats(**values)
-
-
-class StepListener(Protocol):
-    """Listener to the end of each step."""
-
-    def end_step(self) -> None:
-        """Note the end of a step, whose statistics are complete."""
 
 
 @dataclass

@@ -1,7 +1,6 @@
 """Optimizers: their options, the chunk lists of their states, and their update rules."""
 
-from patrickstar.optim.adam import Adam, AdamW
-from patrickstar.optim.adamw_8bit import AdamW8bit
+from patrickstar.optim.adam import Adam, AdamW, AdamW8bit
 from patrickstar.optim.ema import EMA
 from patrickstar.optim.lion import Lion
 from patrickstar.optim.muon import Muon

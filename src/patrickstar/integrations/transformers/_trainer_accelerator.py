@@ -14,10 +14,27 @@ from patrickstar._engine.engine import Engine
 from patrickstar.errors import ConfigError
 from patrickstar.integrations._engine_accelerator import EngineAccelerator, EngineModule
 from patrickstar.integrations.transformers._distributed_config import ModelParallelism
-from patrickstar.integrations.transformers._frozen_module import FrozenModule
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+
+class FrozenModule(EngineModule):
+    """Module that an engine only reads; its forward runs there without gradients.
+
+    Args:
+        module: The module.
+        name: Its name in the engine.
+        engine: Returns the engine, and creates it at the first call.
+    """
+
+    def __init__(self, module: nn.Module, name: str, engine: Callable[[], Engine]) -> None:
+        super().__init__(module)
+        self.name = name
+        self._engine = engine
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._engine().call_frozen(self.name, *args, **kwargs)
 
 
 class TrainerAccelerator(EngineAccelerator):
