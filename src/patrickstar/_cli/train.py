@@ -84,11 +84,8 @@ def train(options: TrainOptions, console: Console) -> Summary | None:
         config = config.with_precision(precision_of(resume.resumed))
         choices.append(PrecisionChoice(config.precision, f"{resume.resumed} was trained in it"))
     config = settle_precision(config, build, device, world, say=choices.append)
-    swap_bytes = 0
     if alone:
-        swap_bytes = check_fit(
-            build, config, dict.fromkeys(("input_ids", "labels"), token_ids(options.batch, options.sequence))
-        )
+        check_fit(build, config, dict.fromkeys(("input_ids", "labels"), token_ids(options.batch, options.sequence)))
     corpus = open_corpus(options.data)
     if resume.step >= options.steps:
         print_text(console, f"{resume.resumed} was saved after the last step: nothing is left to do")
@@ -106,7 +103,7 @@ def train(options: TrainOptions, console: Console) -> Summary | None:
         )
         torch.manual_seed(options.seed)
         model, weights = source.open(options.activation_checkpointing)
-        engine = create_engine(parallelism.divide(model), config, weights, world, swap_bytes, parallelism.mesh)
+        engine = create_engine(parallelism.divide(model), config, weights, world, parallelism.mesh)
         if engine.data_rank:
             torch.manual_seed(options.seed + engine.data_rank)  # dropout differs between batches, not within one
         try:

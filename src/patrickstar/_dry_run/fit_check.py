@@ -120,12 +120,8 @@ class FitCheck:
                 self._make_engine, build, config, step, self._machine, self._costs, library_bytes=library_bytes
             )
 
-    def check_model_data(self, config: Config) -> int:
-        """Refuse what needs no step to be refused: raise BudgetError if the model data does not fit the tiers.
-
-        Returns:
-            Bytes of the swap file, 0 if all model data will be in memory.
-        """
+    def check_model_data(self, config: Config) -> None:
+        """Refuse what needs no step to be refused: raise BudgetError if the model data does not fit the tiers."""
         disk = self._machine.disk
         if config.disk is not None:
             disk = DiskDrive(
@@ -136,9 +132,7 @@ class FitCheck:
             model, weights = meta_model(self._model)
             config = self._with_budgets(config)
             engine = self._make_engine(model, config, weights, kernels=SimulatedKernels(hardware), hardware=hardware)
-        disk_tier = engine._core.manager.disk_tier
         engine.close(keep=False)
-        return disk_tier.file.nbytes if disk_tier is not None else 0
 
     def budgets(self, config: Config) -> tuple[int, int]:
         """Return the device and host budgets of a configuration on this machine."""

@@ -2,8 +2,7 @@
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,11 +17,8 @@ from patrickstar._engine.core import EngineCore
 from patrickstar._engine.engine import Engine
 from patrickstar._engine.input_record import InputRecord
 from patrickstar._engine.param_init import WeightSource
-from patrickstar._hardware.cpu_allocator import cpu_allocator
-from patrickstar._hardware.file_backed_tensors import FileBackedTensors
-from patrickstar._step.tier_planning import find_budgets
 from patrickstar._tiers.hardware import Hardware
-from patrickstar.config import Config, Disk
+from patrickstar.config import Config
 from patrickstar.errors import BudgetError, ConfigError, DiskError
 
 if TYPE_CHECKING:
@@ -97,14 +93,13 @@ def initialize(
     device = config.find_device()
     world = World.find(device)
     config = settle_precision(config, model, device, world)
-    swap_bytes = 0
     if (
         world.size == 1
         and not frozen
         and (sample is not None or (not isinstance(model, nn.Module) and weights is None))
     ):
-        swap_bytes = check_fit(model, config, sample, loss)
-    engine = create_engine(model, config, weights, world, swap_bytes, mesh, frozen)
+        check_fit(model, config, sample, loss)
+    engine = create_engine(model, config, weights, world, mesh, frozen)
     return Initialized(engine, engine.optimizer)
 
 
@@ -113,58 +108,25 @@ def create_engine(
     config: Config,
     weights: WeightSource | None,
     world: Processes,
-    swap_bytes: int = 0,
     mesh: "DeviceMesh | None" = None,
     frozen: Mapping[str, nn.Module] | None = None,
 ) -> Engine:
-    """Create an engine. `swap_bytes`: what `check_fit` returned; a model that will be on disk is built on disk."""
+    """Create an engine in a process group, whose other processes learn of an error."""
     explain = explain_refusal if world.size == 1 and not frozen else None
     try:
-        if config.disk is None or not swap_bytes or isinstance(model, nn.Module) or weights is not None:
-            return Engine(model, config, weights, world=world, mesh=mesh, frozen=frozen, explain_refusal=explain)
-        with _built_on_disk(model, config, config.disk, swap_bytes) as build:
-            return Engine(build, config, world=world, explain_refusal=explain)
+        return Engine(model, config, weights, world=world, mesh=mesh, frozen=frozen, explain_refusal=explain)
     except BaseException as error:
         world.abort(error)
         raise
 
 
-@contextmanager
-def _built_on_disk(
-    model: Callable[[], nn.Module], config: Config, disk: Disk, swap_bytes: int
-) -> Iterator[Callable[[], nn.Module]]:
-    """Return a function that builds the model within the budgets. See [Note: building a model larger than memory]."""
-    allocator, hardware = cpu_allocator(), Hardware(config.find_device())
-    if allocator is None:
-        yield model
-        return
-    device_bytes, host_bytes = find_budgets(config, hardware)
-    # With a GPU only the host's chunks are in RAM.
-    ram_bytes = host_bytes if hardware.has_gpu else device_bytes + host_bytes
-    directory = Path(disk.directory)
-    capacity = int(disk.capacity) if disk.capacity is not None else hardware.free_disk_bytes(directory)
-    with FileBackedTensors(allocator, directory, max(0, capacity - swap_bytes), ram_bytes) as tensors:
-
-        def build() -> nn.Module:
-            module = model()
-            tensors.stop_allocating()
-            # From now on the budgets are for chunks, and one parameter at a time is moved into its chunk.
-            tensors.limit_bytes = max((param.nbytes for param in module.parameters()), default=0)
-            return module
-
-        yield build
-
-
 def check_fit(
     model: Model, config: Config, sample: Sample | None = None, loss: Callable[[Any], torch.Tensor] | None = None
-) -> int:
+) -> None:
     """Refuse what does not fit, before memory is taken: the model data, and a dry run of a step with the sample.
 
     The model is built on the meta device, without memory. A model that can't be built there is built in full before
     its model data is checked.
-
-    Returns:
-        Bytes of the swap file; 0 if all model data will be in memory, or the model can't be built on the meta device.
 
     Raises:
         BudgetError: The model data or the step exceeds the budgets. With a sample it names settings that suffice.
@@ -174,7 +136,7 @@ def check_fit(
     check = _fit_check(model, Hardware(config.find_device()), loss)
     trial = None if sample is None else Trial.of(config, sample)
     try:
-        swap_bytes = check.check_model_data(config)
+        check.check_model_data(config)
         if trial is not None:
             check.run(trial)
     except (ConfigError, DiskError):
@@ -188,8 +150,6 @@ def check_fit(
         if trial is not None:
             warnings.warn(f"{reason}: {error}", stacklevel=3)
         _log.info("%s: %r", reason, error)
-        return 0
-    return swap_bytes
 
 
 def _fit_check(model: Model, hardware: Hardware, loss: Callable[[Any], torch.Tensor] | None = None) -> "FitCheck":
