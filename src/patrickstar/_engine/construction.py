@@ -149,7 +149,7 @@ def _words(fact: tuple[torch.Size, torch.dtype, bool] | None) -> str:
 
 @dataclass(frozen=True)
 class ModelFile:
-    """Where a model larger than memory is built. See [Note: building a model larger than memory].
+    """File in which a model larger than memory is built. See [Note: building a model larger than memory].
 
     Attributes:
         capacity_bytes: Largest size of the file.

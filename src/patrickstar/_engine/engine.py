@@ -236,6 +236,10 @@ class Engine(EngineView, EngineState):
             with torch.no_grad():
                 self._core.data.op_boundary(belongs=True)
 
+    def step(self) -> None:
+        """Run `optimizer.step()`, which uses up the gradients: the call of Angel-PTM's and DeepSpeed's engines."""
+        self.optimizer.step()
+
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
