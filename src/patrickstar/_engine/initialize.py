@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from patrickstar._distributed.process_group import Processes, World
+from patrickstar._distributed.single_process import SINGLE_PROCESS
 from patrickstar._dry_run.precision_choice import settle_precision
 from patrickstar._engine.chunk_optimizer import ChunkOptimizer
 from patrickstar._engine.core import EngineCore
@@ -74,7 +75,8 @@ def initialize(
             DTensors.
         sample: Inputs of the model as in training: a tensor, a tuple of arguments, or a mapping of keyword arguments.
             A training step with them is dry-run before memory is taken, and refused if it does not fit, with settings
-            that suffice. Without it, the first step finds out. Ignored with several processes.
+            that suffice. Without it, the first step finds out. With several processes each checks its own budgets, and
+            all are refused if one is; parameters that are DTensors can't be dry-run so.
         loss: Returns the loss from the model's output, for the dry run. Default: its attribute `loss`, or the output.
         frozen: Further modules by name, which are only read, such as the reference model of DPO. Their parameters are
             frozen (2 bytes each with bf16 or fp16) and share the budgets. `engine.call_frozen` runs them.
@@ -93,12 +95,15 @@ def initialize(
     device = config.find_device()
     world = World.find(device)
     config = settle_precision(config, model, device, world)
-    if (
-        world.size == 1
-        and not frozen
-        and (sample is not None or (not isinstance(model, nn.Module) and weights is None))
-    ):
-        check_fit(model, config, sample, loss)
+    builds = not isinstance(model, nn.Module) and weights is None
+    if not frozen and (sample is not None or (builds and world.size == 1)):
+        refused = None
+        try:
+            check_fit(model, config, sample, loss, world, mesh)
+        except BudgetError as error:
+            refused = error
+        if (refused := world.agree_on_error(refused, BudgetError)) is not None:
+            raise refused
     engine = create_engine(model, config, weights, world, mesh, frozen)
     return Initialized(engine, engine.optimizer)
 
@@ -121,22 +126,30 @@ def create_engine(
 
 
 def check_fit(
-    model: Model, config: Config, sample: Sample | None = None, loss: Callable[[Any], torch.Tensor] | None = None
+    model: Model,
+    config: Config,
+    sample: Sample | None = None,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    world: Processes = SINGLE_PROCESS,
+    mesh: "DeviceMesh | None" = None,
 ) -> None:
     """Refuse what does not fit, before memory is taken: the model data, and a dry run of a step with the sample.
 
     The model is built on the meta device, without memory. A model that can't be built there is built in full before
-    its model data is checked.
+    its model data is checked. Several processes refuse model data when they have agreed on its layout.
 
     Raises:
         BudgetError: The model data or the step exceeds the budgets. With a sample it names settings that suffice.
     """
     from patrickstar._dry_run.fit_check import Trial
 
-    check = _fit_check(model, Hardware(config.find_device()), loss)
+    hardware = Hardware(config.find_device())
+    replicas = mesh.size(0) if mesh is not None and mesh.ndim == 2 else 1
+    check = _fit_check(model, hardware, loss, world, replicas)
     trial = None if sample is None else Trial.of(config, sample)
     try:
-        check.check_model_data(config)
+        if world.size == 1:
+            check.check_model_data(config)
         if trial is not None:
             check.run(trial)
     except (ConfigError, DiskError):
@@ -152,12 +165,19 @@ def check_fit(
         _log.info("%s: %r", reason, error)
 
 
-def _fit_check(model: Model, hardware: Hardware, loss: Callable[[Any], torch.Tensor] | None = None) -> "FitCheck":
+def _fit_check(
+    model: Model,
+    hardware: Hardware,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    world: Processes = SINGLE_PROCESS,
+    replicas: int = 1,
+) -> "FitCheck":
     # Imported on first use: the dry run would add to `import patrickstar`.
     from patrickstar._dry_run.fit_check import FitCheck
     from patrickstar._dry_run.simulation import copy_to_meta
 
-    return FitCheck(Engine, (lambda: copy_to_meta(model)) if isinstance(model, nn.Module) else model, hardware, loss)
+    build = (lambda: copy_to_meta(model)) if isinstance(model, nn.Module) else model
+    return FitCheck(Engine, build, hardware, loss, world.size, replicas, len(world.local_ranks))
 
 
 def _refusal(check: "FitCheck", trial: Any, error: BudgetError) -> BudgetError:
