@@ -14,9 +14,10 @@ from patrickstar._engine.recording import Recording
 from patrickstar._engine.run_log import RunLog
 from patrickstar._layout.byte_size import format_size
 from patrickstar._layout.chunk_mapping import Layout
+from patrickstar._schedule.coordination import Request
 from patrickstar._step.stats import Stats
 from patrickstar.config import Config
-from patrickstar.errors import ConfigError
+from patrickstar.errors import ConfigError, PatrickStarError
 
 if TYPE_CHECKING:
     from patrickstar._dry_run.report import DryRunReport  # imported on first use
@@ -141,6 +142,8 @@ class EngineView:
 
         Gradients are clipped in it as in the last step: not at all, without effect, or with effect.
 
+        With several processes all must call it; the first one runs it for its budgets and inputs, and all get a report.
+
         Inside `record` the prediction becomes a part of the log, and the report compares it with the steps.
 
         Args:
@@ -153,17 +156,31 @@ class EngineView:
 
         Raises:
             BudgetError: Such a step would not fit.
-            ConfigError: Several processes share the model.
+            ConfigError: Parameters are DTensors, whose operators communicate.
         """
         from patrickstar._dry_run.simulation import dry_run_engine, forward_backward_step
 
-        if self.world.size > 1:
-            raise ConfigError("engine.plan simulates a single process; for several use patrickstar plan --gpus")
-        if self._core.release.alive:
-            with self._core.interceptor.lock, self._core.internal_computation():
-                self._core.optimizer_step.finish_running()  # beside updates all that is measured is slower
-        step = forward_backward_step(loss, args, kwargs, self._core.gradients.last_clips)
-        report = dry_run_engine(self, step)
-        if isinstance(self._core.recording, Recording):
-            self._core.recording.planned(report.seconds, report.bound_s, report.stats)
+        core = self._core
+        if core.distribution.linked is not None:
+            raise ConfigError(
+                "engine.plan can't simulate operators that communicate, as those of DTensors do: use patrickstar plan"
+            )
+        if core.release.alive:
+            core.data.synchronize_processes(Request.PLAN)
+            with core.interceptor.lock, core.internal_computation():
+                core.optimizer_step.finish_running()  # beside updates all that is measured is slower
+        step = forward_backward_step(loss, args, kwargs, core.gradients.last_clips)
+        report: DryRunReport | None = None
+        failed: Exception | None = None
+        if not self.world.rank:
+            try:
+                report = dry_run_engine(self, step)
+            except Exception as error:  # the others wait to learn of it
+                failed = error
+        if (failed := self.world.agree_on_error(failed, PatrickStarError)) is not None:
+            raise failed
+        report = self.world.from_first(report)
+        assert report is not None, "the first process has one"
+        if isinstance(core.recording, Recording):
+            core.recording.planned(report.seconds, report.bound_s, report.stats)
         return report
