@@ -348,9 +348,10 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    # These kernels read keys and values with fewer heads as they are.
+    # These kernels read keys and values with fewer heads as they are; that of the CPU computes no gradient of a mask.
     aten = torch.ops.aten
-    if device_type == "cpu" and dropout_p == 0.0:
+    learned = attn_mask is not None and attn_mask.requires_grad
+    if device_type == "cpu" and dropout_p == 0.0 and not learned:
         mask = attn_mask
         if mask is not None and mask.dtype == torch.bool:
             mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
