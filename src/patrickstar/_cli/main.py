@@ -46,9 +46,7 @@ def train(
     ] = None,
     model: Annotated[
         str,
-        typer.Option(
-            help="Preset such as gpt-40m or t5-60m, open model such as llama-3.2-1b, .json file, or folder."
-        ),
+        typer.Option(help="Preset such as gpt-40m or t5-60m, open model such as llama-3.2-1b, .json file, or folder."),
     ] = "gpt-10m",
     vocab_size: Annotated[
         int | None, typer.Option(min=257, help="Vocabulary size in tokens. Default: that of the model.")

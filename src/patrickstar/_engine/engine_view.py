@@ -170,17 +170,16 @@ class EngineView:
             with core.interceptor.lock, core.internal_computation():
                 core.optimizer_step.finish_running()  # beside updates all that is measured is slower
         step = forward_backward_step(loss, args, kwargs, core.gradients.last_clips)
-        report: DryRunReport | None = None
+        own: Any = None
         failed: Exception | None = None
         if not self.world.rank:
             try:
-                report = dry_run_engine(self, step)
+                own = dry_run_engine(self, step)
             except Exception as error:  # the others wait to learn of it
                 failed = error
         if (failed := self.world.agree_on_error(failed, PatrickStarError)) is not None:
             raise failed
-        report = self.world.from_first(report)
-        assert report is not None, "the first process has one"
+        report: DryRunReport = self.world.from_first(own)
         if isinstance(core.recording, Recording):
             core.recording.planned(report.seconds, report.bound_s, report.stats)
         return report
