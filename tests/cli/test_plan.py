@@ -150,7 +150,7 @@ def test_a_preset_with_experts_is_traced_as_a_configuration():
 def test_a_configuration_that_can_not_be_used_is_told_in_one_line(tmp_path):
     path = tmp_path / "config.json"
     path.write_text('{"model_type": "resnet"}')
-    assert_refused(plan("--model", str(path)), "no causal language model")
+    assert_refused(plan("--model", str(path)), "no language model")
     path.write_text(PRESETS["gpt-1m"].config().to_json_string())
     assert_refused(plan("--model", str(path), "--sequence", "4096"), "positions for 1024 tokens")
 

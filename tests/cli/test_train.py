@@ -29,6 +29,7 @@ from patrickstar._cli.time_limit import TimeLimit
 from patrickstar._cli.train import learning_rate_factor
 from patrickstar._engine.run_log import RunLog, StepRecord
 from patrickstar._models.model_source import find_model
+from patrickstar._models.presets import TRAINED_PRESETS
 from patrickstar._report.run_file import read_run
 from patrickstar.errors import ConfigError
 
@@ -123,6 +124,7 @@ def test_lock_free_updates_are_replayed() -> None:
         (("--replay", "log", "--lock-free-from", 2), "--lock-free-from and --replay exclude each other"),
         (("--update-log", "log"), "requires --lock-free-from"),
         (("--replay", "no such log"), "can't be read"),
+        (("--model", "t5-60m", "--sequence", 2001), "use --sequence from 2 to 2000"),
     ],
 )
 def test_options_that_can_not_be_used(words: Any, says: str) -> None:
@@ -148,6 +150,18 @@ def test_a_local_folder_goes_on_from_its_weights() -> None:
     result = trained("--model", "folder", "--steps", 1, "--precision", "fp32", "--quiet")
     assert losses()[0] == pytest.approx(math.log(300), rel=1e-6)
     assert result.stdout.startswith("\nmachine"), "a quiet run leaves the summary"
+
+
+@pytest.mark.parametrize("name", ["t5-60m", "switch-3m"])
+def test_a_model_with_an_encoder_learns_to_write_spans(name: str, recwarn: pytest.WarningsRecorder) -> None:
+    shape = replace(TRAINED_PRESETS[name], layers=2, hidden=64, heads=2)
+    file = Path("encoder.json")
+    file.write_text(json.dumps(shape.config().to_dict() | {"d_ff": 128, "num_sparse_encoder_layers": 1}))
+    words = "--model", file, "--vocab-size", 600, "--steps", 6, "--sequence", 40, "--batch", 4
+    first = losses_of(*words)
+    assert first[-1] < first[0]
+    assert losses_of(*words) == first
+    assert bool([each for each in recwarn if "dry run" in str(each.message)]) == (name == "switch-3m")
 
 
 def test_a_loss_that_is_not_finite_ends_the_run() -> None:

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from laws.models import config, smallest_device_bytes
 from laws.test_dry_run import LAPTOP
 from sampling import nightly
-from toys import batches, layers
+from torch import nn
+from toys import batches, layers, mean_square
 
 import patrickstar as ps
 from patrickstar import testing
@@ -22,7 +23,7 @@ from patrickstar._distributed.gloo_collectives import GlooCollectives
 from patrickstar._distributed.process_group import World
 from patrickstar._dry_run.precision_choice import settle_precision
 from patrickstar._dry_run.simulation import simulate
-from patrickstar.errors import ConfigError
+from patrickstar.errors import ConfigError, PatrickStarError
 
 from . import ranks
 from .test_exactness import CPU, mesh_of, random_shape
@@ -127,3 +128,26 @@ def test_two_processes_choose_one_precision():
     asked = ps.Config(device="cpu", precision="auto" if dist.get_rank() == 0 else "bf16")
     with pytest.raises(ConfigError, match="processes differ in precision: rank 0 has 'auto', rank 1 has 'bf16'"):
         ps.initialize(layers(8, 2), asked)
+
+
+@ranks.in_processes(2)
+def test_all_processes_get_the_plan_of_the_first():
+    """Plan with an engine, and compare the bytes of its steps."""
+    torch.manual_seed(0)
+    options = ps.Config(device="cpu", precision="fp32", device_memory="8MiB", host_memory="64MiB")
+    engine, optimizer = ps.initialize(lambda: layers(256, 8, nn.GELU), options)
+    batch = torch.randn(8, 256)
+    report = engine.plan(batch, loss=mean_square)
+    assert report.processes == 2
+    figures = [report.seconds, report.stats.gathered_bytes, report.stats.reduced_bytes]
+    assert engine.world.all_gather_object(figures) == [figures] * 2
+    for _ in range(4):
+        engine.backward(mean_square(engine(batch)))
+        optimizer.step()
+    if not engine.world.rank:  # the other's shards may be smaller
+        step = engine.stats.last
+        assert (step.gathered_bytes, step.reduced_bytes) == (report.stats.gathered_bytes, report.stats.reduced_bytes)
+    with pytest.raises(PatrickStarError, match="a and b must have same reduction dim"):
+        engine.plan(torch.randn(8, 3), loss=mean_square)
+    engine.backward(mean_square(engine(batch)))
+    engine.close(keep=False)

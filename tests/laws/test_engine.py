@@ -12,11 +12,14 @@ from torch import nn
 from toys import Shape, batches, inputs, layers, mean_square, module, train
 
 import patrickstar as ps
+from patrickstar import runtime
 from patrickstar._dry_run.precision_choice import warn_of_slow_precision
 from patrickstar.errors import BudgetError, ModelError, TrainingError
 from patrickstar.runtime import initialize_engine
+from patrickstar.testing import assert_same_bits
 
 WIDTH = 32
+SGD = ps.SGD(lr=0.1)
 IDS = torch.arange(6).reshape(2, 3)
 
 
@@ -50,6 +53,43 @@ def test_the_papers_entry_point_does_the_same():
     assert isinstance(engine, ps.Engine)
     assert isinstance(optimizer, torch.optim.Optimizer)
     engine.close()
+
+
+LISTING = """
+class MyModel(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 1)
+
+    def forward(self, x):
+        return super().forward(x).square().mean()
+
+model = MyModel()
+optimizer = Optimizer(model)
+model = angelptm.initialize(model,
+    optimizer, config)
+for batch in batches:
+    loss = model(batch)
+    model.backward(loss)
+    model.step()
+"""
+"""Figure 6 of Angel-PTM, with a model in place of its dots."""
+
+
+@pytest.mark.parametrize("chosen", [lambda model: torch.optim.AdamW(model.parameters(), lr=0.1), lambda model: SGD])
+def test_the_listing_of_angel_ptm_trains(chosen):
+    batches = list(torch.randn(3, 5, 4))
+    names = {"nn": nn, "angelptm": runtime, "Optimizer": chosen, "batches": batches}
+    torch.manual_seed(1)
+    exec(LISTING, names | {"config": ps.Config(device="cpu", precision="fp32")}, found := {})
+    options = SGD if chosen(nn.Linear(1, 1)) is SGD else ps.AdamW(lr=0.1)
+    torch.manual_seed(1)
+    expected, optimizer = ps.initialize(found["MyModel"], ps.Config(device="cpu", precision="fp32", optimizer=options))
+    for batch in batches:
+        expected.backward(expected(batch))
+        optimizer.step()
+    assert_same_bits(expected.state_dict(), found["model"].state_dict(), "parameters")
+    expected.close()
+    found["model"].close()
 
 
 def test_meta_parameters_without_weights_are_refused_by_name():

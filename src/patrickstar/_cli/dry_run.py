@@ -13,7 +13,7 @@ from patrickstar._dry_run.precision_choice import PrecisionChoice, settle_precis
 from patrickstar._dry_run.report import DryRunReport
 from patrickstar._dry_run.simulation import simulate, simulate_on_this_machine
 from patrickstar._models.model_source import find_model
-from patrickstar._models.training_step import token_ids, training_step
+from patrickstar._models.training_step import training_step
 from patrickstar._perf_model.machine_spec import find_machine
 from patrickstar.errors import BudgetError, ConfigError
 from patrickstar.integrations._meshes import MeshSizes
@@ -44,7 +44,7 @@ def dry_run_training(
     config = training_config(options)
     source = find_model(options.model, options.vocab_size)
     source.check_sequence(options.sequence)
-    step = training_step(token_ids(options.batch, options.sequence), options.accumulation, options.max_norm)
+    step = training_step(source.example(options.batch, options.sequence), options.accumulation, options.max_norm)
     build = source.to_meta(options.activation_checkpointing)
     choices: list[PrecisionChoice] = []
     spec = None if machine is None or machine == "here" else find_machine(machine)

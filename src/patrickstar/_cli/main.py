@@ -46,7 +46,7 @@ def train(
     ] = None,
     model: Annotated[
         str,
-        typer.Option(help="Preset such as gpt-40m, open model such as llama-3.2-1b, config .json file, or folder."),
+        typer.Option(help="Preset such as gpt-40m or t5-60m, open model such as llama-3.2-1b, .json file, or folder."),
     ] = "gpt-10m",
     vocab_size: Annotated[
         int | None, typer.Option(min=257, help="Vocabulary size in tokens. Default: that of the model.")
@@ -182,7 +182,7 @@ def train(
     ] = None,
     traceback: Annotated[bool, typer.Option("--traceback", help="Print the traceback of an error.")] = False,
 ) -> None:
-    """Train a causal language model on text within memory budgets."""
+    """Train a language model on text within memory budgets; one with an encoder learns to write removed spans."""
     arguments = locals()
     with _reported_errors(traceback):
         from patrickstar._cli.early_checks import refuse_early, refuse_too_large

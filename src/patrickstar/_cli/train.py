@@ -1,4 +1,4 @@
-"""The command ``patrickstar train``: train a causal language model on text with an ordinary training loop."""
+"""The command ``patrickstar train``: train a language model on text with an ordinary training loop."""
 
 import math
 import time
@@ -36,7 +36,6 @@ from patrickstar._engine.tensorboard_log import summary_writer
 from patrickstar._hardware.machine_name import machine_name
 from patrickstar._hardware.sigint_gate import uninterruptible
 from patrickstar._models.model_source import ModelSource, find_model
-from patrickstar._models.training_step import token_ids
 from patrickstar.errors import CheckpointError, TrainingError
 from patrickstar.integrations._meshes import MeshSizes
 
@@ -84,11 +83,8 @@ def train(options: TrainOptions, console: Console) -> Summary | None:
         config = config.with_precision(precision_of(resume.resumed))
         choices.append(PrecisionChoice(config.precision, f"{resume.resumed} was trained in it"))
     config = settle_precision(config, build, device, world, say=choices.append)
-    swap_bytes = 0
     if alone:
-        swap_bytes = check_fit(
-            build, config, dict.fromkeys(("input_ids", "labels"), token_ids(options.batch, options.sequence))
-        )
+        check_fit(build, config, source.example(options.batch, options.sequence))
     corpus = open_corpus(options.data)
     if resume.step >= options.steps:
         print_text(console, f"{resume.resumed} was saved after the last step: nothing is left to do")
@@ -106,14 +102,14 @@ def train(options: TrainOptions, console: Console) -> Summary | None:
         )
         torch.manual_seed(options.seed)
         model, weights = source.open(options.activation_checkpointing)
-        engine = create_engine(parallelism.divide(model), config, weights, world, swap_bytes, parallelism.mesh)
+        engine = create_engine(parallelism.divide(model), config, weights, world, parallelism.mesh)
         if engine.data_rank:
             torch.manual_seed(options.seed + engine.data_rank)  # dropout differs between batches, not within one
         try:
             metadata = None
             if resume.every:
                 metadata = RunMetadata.of(options, source, engine.module, corpus, resume.agents)
-            run = _TrainingRun(options, engine, batches, resume, metadata, limit)
+            run = _TrainingRun(options, source, engine, batches, resume, metadata, limit)
             if resume.resumed is not None:
                 run.resume(resume.resumed)
                 if not options.quiet:
@@ -186,13 +182,14 @@ class _TrainingRun:
     def __init__(
         self,
         options: TrainOptions,
+        source: ModelSource,
         engine: ps.Engine,
         batches: BatchSampler,
         resume: ResumeOptions,
         metadata: RunMetadata | None,
         limit: TimeLimit,
     ) -> None:
-        self.options = options
+        self.options, self.source = options, source
         self.engine = engine
         self._limit = limit
         self.out_of_time = False
@@ -248,7 +245,7 @@ def _training_loop(
         while run.step < options.steps and not run.out_of_time:
             started = time.perf_counter()
             learning_rate = float(run.scheduler.get_last_lr()[0])
-            loss, norm = _gradients(options, engine, batches, run.step + 1)
+            loss, norm = _gradients(run, batches)
             with uninterruptible():  # a step whose update has begun is in the log and in the summary
                 engine.optimizer.step()
                 engine.optimizer.zero_grad()
@@ -272,14 +269,13 @@ def _training_loop(
     return records, None
 
 
-def _gradients(
-    options: TrainOptions, engine: ps.Engine, batches: Iterator[torch.Tensor], step: int
-) -> tuple[float, float | None]:
-    """Compute the gradients of one step. Return its mean loss, and their norm if they are clipped."""
+def _gradients(run: "_TrainingRun", batches: Iterator[torch.Tensor]) -> tuple[float, float | None]:
+    """Compute the gradients of the next step. Return its mean loss, and their norm if they are clipped."""
+    options, engine, step = run.options, run.engine, run.step + 1
     losses = []
     for number in range(options.accumulation):
-        ids = next(batches)
-        loss = engine(input_ids=ids, labels=ids).loss
+        seed = options.seed, step, number, engine.data_rank
+        loss = engine(**run.source.inputs(next(batches), *seed)).loss
         losses.append(engine.average(loss.item()))
         if not math.isfinite(losses[-1]):
             raise TrainingError(

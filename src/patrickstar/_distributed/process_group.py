@@ -3,6 +3,7 @@
 import inspect
 import json
 import os
+import pickle
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ from patrickstar._distributed.torch_errors import first_line
 from patrickstar.errors import ConfigError, PeerError
 
 _Error = TypeVar("_Error", bound=Exception)
+_Value = TypeVar("_Value")
 
 Partition = tuple[tuple[int, ...], ...]
 """Ranks of groups that together contain every process once."""
@@ -179,6 +181,15 @@ class World:
         padded = torch.nn.functional.pad(own, (0, int(sizes.max()) - own.numel()))
         rows = self.all_gather(padded)
         return [json.loads(bytes(row[: int(size)].tolist()).decode()) for row, size in zip(rows, sizes, strict=True)]
+
+    def from_first(self, value: _Value) -> _Value:
+        """Return a copy of the value that rank 0 passes."""
+        own = torch.frombuffer(bytearray(pickle.dumps(None if self.rank else value)), dtype=torch.uint8)
+        size = int(self.all_gather(torch.tensor([own.numel()], device="cpu"))[0, 0])
+        pickled = own if not self.rank else torch.empty(size, dtype=torch.uint8, device="cpu")
+        self.broadcast(pickled, 0)
+        first: _Value = pickle.loads(pickled.numpy().tobytes())
+        return first
 
     def agree_on_error(self, own: _Error | None, kind: Callable[[str], _Error]) -> _Error | None:
         """Return this process's error, or else one of type `kind` for the others'; all processes must call this."""

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 import torch
 
 _Error = TypeVar("_Error", bound=Exception)
+_Value = TypeVar("_Value")
 
 
 class SingleProcess:
@@ -21,6 +22,9 @@ class SingleProcess:
 
     def all_gather_object(self, value: Any) -> list[Any]:
         return [value]
+
+    def from_first(self, value: _Value) -> _Value:
+        return value
 
     def broadcast(self, tensor: torch.Tensor, rank: int) -> None:
         """Do nothing: the tensor already has the values of rank 0."""

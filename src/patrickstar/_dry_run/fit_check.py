@@ -25,7 +25,7 @@ from patrickstar._dry_run.simulation import (
 )
 from patrickstar._hardware.vm_pool import round_up
 from patrickstar._layout.byte_size import format_size
-from patrickstar._perf_model.machine_spec import DiskDrive, Gpu, Host, Links, Machine
+from patrickstar._perf_model.machine_spec import DiskDrive, Gpu, Host, Links, Machine, Network
 from patrickstar._step.tier_planning import find_budgets
 from patrickstar._tiers.hardware import Hardware
 from patrickstar.config import Config, Disk
@@ -69,6 +69,9 @@ class FitCheck:
         hardware: This machine; after a refused step, as it was before the engine took memory.
         loss: Returns the loss from the model's output. Default: its attribute `loss`, the output itself if it is a
             scalar, or the sum of its floating-point tensors.
+        processes: Number of data-parallel processes, of which one is simulated.
+        replicas: Number of replicas that they form.
+        sharing: Number of processes that share this machine.
     """
 
     def __init__(
@@ -77,18 +80,23 @@ class FitCheck:
         model: Callable[[], nn.Module],
         hardware: Hardware,
         loss: Callable[[Any], torch.Tensor] | None = None,
+        processes: int = 1,
+        replicas: int = 1,
+        sharing: int = 1,
     ) -> None:
+        self._processes, self._replicas, self._sharing = processes, replicas, sharing
         self._make_engine, self._model, self._loss = make_engine, model, loss or default_loss
         self._hardware = hardware
         # The rates do not matter: nothing is timed.
         self._machine = Machine(
             name="here",
             source="memory only",
-            gpu=Gpu(count=1, memory=AMPLE_BYTES, matmul_tflops=1.0, memory_bandwidth=RATE)
+            gpu=Gpu(count=sharing, memory=AMPLE_BYTES, matmul_tflops=1.0, memory_bandwidth=RATE)
             if self._hardware.has_gpu
             else None,
-            host=Host(memory=AMPLE_BYTES, memory_bandwidth=RATE, cores=1, matmul_tflops=1.0),
-            links=Links(h2d=RATE, d2h=RATE),
+            host=Host(memory=AMPLE_BYTES, memory_bandwidth=RATE, cores=processes, matmul_tflops=1.0),
+            links=Links(h2d=RATE, d2h=RATE, gpu_gpu=RATE),
+            network=Network(bandwidth=RATE, latency_s=0.0),
             disk=DiskDrive(capacity=AMPLE_BYTES, read=RATE, write=RATE),
         )
         self.peak: str | None = None
@@ -117,15 +125,19 @@ class FitCheck:
         )
         with kept_global_state(self._hardware.device), torch.enable_grad():
             return simulate(
-                self._make_engine, build, config, step, self._machine, self._costs, library_bytes=library_bytes
+                self._make_engine,
+                build,
+                config,
+                step,
+                self._machine,
+                self._costs,
+                library_bytes=library_bytes,
+                processes=self._processes,
+                replicas=self._replicas,
             )
 
-    def check_model_data(self, config: Config) -> int:
-        """Refuse what needs no step to be refused: raise BudgetError if the model data does not fit the tiers.
-
-        Returns:
-            Bytes of the swap file, 0 if all model data will be in memory.
-        """
+    def check_model_data(self, config: Config) -> None:
+        """Refuse what needs no step to be refused: raise BudgetError if the model data does not fit the tiers."""
         disk = self._machine.disk
         if config.disk is not None:
             disk = DiskDrive(
@@ -136,13 +148,12 @@ class FitCheck:
             model, weights = meta_model(self._model)
             config = self._with_budgets(config)
             engine = self._make_engine(model, config, weights, kernels=SimulatedKernels(hardware), hardware=hardware)
-        disk_tier = engine._core.manager.disk_tier
         engine.close(keep=False)
-        return disk_tier.file.nbytes if disk_tier is not None else 0
 
     def budgets(self, config: Config) -> tuple[int, int]:
-        """Return the device and host budgets of a configuration on this machine."""
-        return find_budgets(config, self._hardware)
+        """Return the budgets of a configuration on this machine: of each device, and of the host for all processes."""
+        device, host = find_budgets(config, self._hardware, self._sharing, self._processes > 1)
+        return device, host * self._sharing
 
     def _with_budgets(self, config: Config) -> Config:
         device, host = self.budgets(config)
@@ -155,15 +166,19 @@ class FitCheck:
         """
         device = option == "device_memory"
         if self._hardware.has_gpu and device:
-            return self._hardware.device_bytes()
-        other = 0 if self._hardware.has_gpu else (config.host_memory if device else config.device_memory) or 0
-        return max(0, self._hardware.ram.available_bytes - int(other))
+            return self._hardware.device_bytes(self._processes > 1)
+        available = self._hardware.ram.available_bytes
+        if device:
+            return max(0, available - int(config.host_memory or 0)) // self._sharing
+        other = 0 if self._hardware.has_gpu else int(config.device_memory or 0) * self._sharing
+        return max(0, available - other)
 
     def machine_may_suffice(self, config: Config, error: BudgetError) -> bool:
         """Return whether this machine has the bytes that refused model data lacks."""
         short = error.short_bytes or 0
-        levers = zip(("device_memory", "host_memory"), self.budgets(config), strict=True)
-        return any(nbytes + short <= self.most_bytes(config, option) for option, nbytes in levers)
+        device, host = self.budgets(config)
+        levers = ("device_memory", device + short), ("host_memory", host + short * self._sharing)
+        return any(nbytes <= self.most_bytes(config, option) for option, nbytes in levers)
 
     def fits(self, trial: Trial) -> bool:
         return self._try(trial) is not None
@@ -195,7 +210,8 @@ class FitCheck:
             return None
         if device:
             self.peak = ample.peak
-        used = ample.least_device_bytes if device else max(sample.host_bytes for sample in ample.timeline)
+        on_host = max(sample.host_bytes for sample in ample.timeline) * self._sharing
+        used = ample.least_device_bytes if device else on_host
         tried = _budgets_to_try(refused_bytes, max(refused_bytes + 1, used), most_bytes // GRAIN_BYTES * GRAIN_BYTES)
         return next((nbytes for nbytes in tried if self.fits(_with(trial, option, nbytes))), None)
 

@@ -15,6 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from patrickstar._dry_run.host_time import HostClock
 from patrickstar._dry_run.packed_products import is_packed_product, product_sides
+from patrickstar._dry_run.simulated_attention import attention_on
 from patrickstar._hardware.cpu_allocator import CpuAllocator
 from patrickstar._schedule.fragmentation import NO_FRAGMENTATION, Fragmentation
 
@@ -337,35 +338,6 @@ def _with_dtypes(out: Any, dtypes: list[torch.dtype]) -> Any:
     return pytree.tree_map(convert, out)
 
 
-def _attention(
-    device_type: str,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
-    # These kernels read keys and values with fewer heads as they are.
-    aten = torch.ops.aten
-    if device_type == "cpu" and dropout_p == 0.0:
-        mask = attn_mask
-        if mask is not None and mask.dtype == torch.bool:
-            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
-        out: torch.Tensor = aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, dropout_p, is_causal, attn_mask=mask, scale=scale
-        )[0]
-        return out
-    if device_type == "cuda" and attn_mask is None:
-        out = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
-        return out
-    return torch._C._nn.scaled_dot_product_attention(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-    )
-
-
 @contextmanager
 def trace_operators(tracer: OpTracer, device_type: str) -> Iterator[None]:
     """Trace all operators in the context, including those of autograd.
@@ -386,7 +358,7 @@ def trace_operators(tracer: OpTracer, device_type: str) -> Iterator[None]:
 
     def attention(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         out: torch.Tensor = (
-            _attention(device_type, query, *args, **kwargs) if query.is_meta else real(query, *args, **kwargs)
+            attention_on(device_type, query, *args, **kwargs) if query.is_meta else real(query, *args, **kwargs)
         )
         return out
 

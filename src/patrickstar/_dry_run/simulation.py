@@ -124,11 +124,18 @@ def simulate_on_this_machine(
 
 
 def dry_run_engine(engine: Any, step: Step) -> DryRunReport:
-    """Run a dry run of `step` with an existing engine's model and budgets on this machine."""
-    budgets = {"device_memory": engine.device_budget_bytes, "host_memory": engine.host_budget_bytes}
-    model = engine.module
+    """Run a dry run of `step` with an existing engine's model, budgets and processes on this machine."""
+    host_bytes = engine.host_budget_bytes * len(engine.world.local_ranks)
+    budgets = {"device_memory": engine.device_budget_bytes, "host_memory": host_bytes}
+    model, mesh = engine.module, engine._core.distribution.mesh
     return simulate_on_this_machine(
-        type(engine), lambda: copy_to_meta(model), engine.config.model_copy(update=budgets), step, engine.device
+        type(engine),
+        lambda: copy_to_meta(model),
+        engine.config.model_copy(update=budgets),
+        step,
+        engine.device,
+        processes=engine.world.size,
+        replicas=mesh.replicas,
     )
 
 

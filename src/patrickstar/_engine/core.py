@@ -17,10 +17,11 @@ from patrickstar._chunks.chunk_manager import ChunkManager
 from patrickstar._chunks.tracer import Tracer
 from patrickstar._distributed.process_group import Processes
 from patrickstar._distributed.single_process import SINGLE_PROCESS
+from patrickstar._engine.construction import Construction, ModelFile
 from patrickstar._engine.distributed_init import broadcast_buffers, chunk_comm, negotiate_layout
 from patrickstar._engine.distribution import Distribution
 from patrickstar._engine.engine_call import engine_call
-from patrickstar._engine.frozen_modules import WithFrozen
+from patrickstar._engine.frozen_modules import with_frozen
 from patrickstar._engine.input_record import InputRecord, shapes_of
 from patrickstar._engine.lazy_state import LazyState
 from patrickstar._engine.model_structure import ModelStructure
@@ -103,20 +104,20 @@ class EngineCore:
         library_bytes = min(hardware.library_bytes(config.compute_dtype, config.optimizer.may_multiply), meter.now(0))
         local_processes = len(world.local_ranks)
         memory = budgets(config, hardware, local_processes, several=world.size > 1)
-        self.module = model if isinstance(model, nn.Module) else model()
+        put_off = weights is None and (world.size > 1 or config.disk is not None)
+        construction = Construction.of(model, world, put_off)
         self.frozen = dict(frozen or {})
-        self.modules = WithFrozen(self.module, self.frozen) if self.frozen else self.module
-        """All modules whose parameters are managed: the model, and those that are only read."""
-        check_model(self.modules, self.device)
-        self.distribution = Distribution.of(world, self.modules, mesh)
+        modules = with_frozen(construction.described, self.frozen)
+        check_model(modules, torch.device("meta") if construction.put_off else self.device)
+        self.distribution = Distribution.of(world, modules, mesh)
         memory, library_bytes = self.distribution.common_memory(memory, library_bytes)
         self.device_budget_bytes, self.host_budget_bytes = memory
         fragmentation = meter.set_aside(memory[0])
         library_bytes += fragmentation.unplanned_bytes(memory[0])
         mesh, shardings = self.distribution.mesh, self.distribution.shardings
-        params = param_specs(self.modules, self.module, config, shardings)
-        self.layout: Layout = negotiate_layout(world, mesh, self.modules, params, config, memory[0] - library_bytes)
-        param_sets = params_used_together(self.modules)
+        params = param_specs(modules, construction.described, config, shardings)
+        self.layout: Layout = negotiate_layout(world, mesh, modules, params, config, memory[0] - library_bytes)
+        param_sets = params_used_together(modules)
         outside = library_bytes, fragmentation
         plan = plan_tiers(config, self.layout, param_sets, memory, hardware, page_bytes, local_processes, *outside)
         # With a GPU the host arena is page-locked as a whole, so its initial size is only what is certain to be used.
@@ -143,7 +144,7 @@ class EngineCore:
         self.scaler = LossScaler(config.precision == "fp16")
         self.kernels = kernels if kernels is not None else Kernels.best(self.device)
         self.gradients = Gradients(self.data, self.scaler, self.kernels, late=config.update is not None)
-        self.model_state = ModelState(self.module, self.data)
+        self.model_state = ModelState(construction.described, self.data)
         buffers = plan.staging_size, plan.buffer_bytes
         self.optimizer_step = OptimizerStep(self.data, config.optimizer, self.kernels, *buffers, config.update)
         if self.optimizer_step.disk_step is not None:
@@ -154,12 +155,18 @@ class EngineCore:
         self.interceptor = Interceptor(self.gradients, self.optimizer_in_backward, self.full_state)
         self.close_on_data_loss = self.interceptor.closer.close_on_data_loss
         self.activation_offload = ActivationOffload(self.manager) if config.activation_offload else None
+        ram_bytes = memory[1] if hardware.has_gpu else sum(memory)
+        free_bytes = ram_bytes - (self.manager.host_tier.arena_bytes if hardware.has_gpu else 0)
+        file = ModelFile.beside(plan.disk, config.disk, local_processes, free_bytes)
         try:
-            if hardware.accelerator is not None:
-                check_no_graphs(self.modules)
-            with managing():
-                moved = self.layout, plan.placement, params, self.data, self.interceptor, weights, shardings
-                move_params(self.modules, *moved)
+            with construction.built(world, arena_bytes, ram_bytes, file) as self.module:
+                self.model_state.module, self.modules = self.module, with_frozen(self.module, self.frozen)
+                check_model(self.modules, self.device)
+                if hardware.accelerator is not None:
+                    check_no_graphs(self.modules)
+                with managing():
+                    moved = self.layout, plan.placement, params, self.data, self.interceptor, weights, shardings
+                    move_params(self.modules, *moved)
             if self.optimizer_step.lock_free is not None:
                 self.optimizer_step.lock_free.open_log()
         except BaseException:

@@ -30,10 +30,10 @@ from patrickstar._params.precision import cast_inputs
 from patrickstar._schedule.coordination import Request
 from patrickstar._step.stats import Stats
 from patrickstar.config import Config
-from patrickstar.errors import ConfigError, ModelError, TrainingError
+from patrickstar.errors import ModelError, TrainingError
 
 if TYPE_CHECKING:
-    # Imported on first use: torch.distributed.checkpoint would add 0.8 s to `import patrickstar`.
+    # On first use: dry runs, and torch.distributed.checkpoint would add 0.8 s to `import patrickstar`.
     from patrickstar._dry_run.report import DryRunReport
     from patrickstar._engine.engine_checkpoint import EngineCheckpoint
 
@@ -200,6 +200,8 @@ class Engine:
 
         Gradients are clipped in it as in the last step: not at all, without effect, or with effect.
 
+        With several processes all must call it; the first one runs it for its budgets and inputs, and all get a report.
+
         Inside `record` the prediction becomes a part of the log, and the report compares it with the steps.
 
         Args:
@@ -212,19 +214,11 @@ class Engine:
 
         Raises:
             BudgetError: Such a step would not fit.
-            ConfigError: Several processes share the model.
+            ConfigError: Parameters are DTensors, whose operators communicate.
         """
-        from patrickstar._dry_run.simulation import dry_run_engine, forward_backward_step
+        from patrickstar._engine.engine_plan import plan_step
 
-        if self.world.size > 1:
-            raise ConfigError("engine.plan simulates a single process; for several use patrickstar plan --gpus")
-        if self._core.release.alive:
-            with self._core.interceptor.lock, self._core.internal_computation():
-                self._core.optimizer_step.finish_running()  # beside updates all that is measured is slower
-        report = dry_run_engine(self, forward_backward_step(loss, args, kwargs, self._core.gradients.last_clips))
-        if isinstance(self._core.recording, Recording):
-            self._core.recording.planned(report.seconds, report.bound_s, report.stats)
-        return report
+        return plan_step(self, self._core, loss, args, kwargs)
 
     # The training loop
 
@@ -387,6 +381,10 @@ class Engine:
             self._core.interceptor.end_backward()
             with torch.no_grad():
                 self._core.data.op_boundary(belongs=True)
+
+    def step(self) -> None:
+        """Run `optimizer.step()`: the call of Angel-PTM's and DeepSpeed's engines."""
+        self.optimizer.step()
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False

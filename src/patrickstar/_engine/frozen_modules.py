@@ -55,3 +55,8 @@ class WithFrozen(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model."""
         return self.model(*args, **kwargs)
+
+
+def with_frozen(model: nn.Module, frozen: Mapping[str, nn.Module]) -> nn.Module:
+    """Return all modules whose parameters are managed: the model, and those that are only read, if there are any."""
+    return WithFrozen(model, frozen) if frozen else model

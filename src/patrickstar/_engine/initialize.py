@@ -2,8 +2,7 @@
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,17 +11,15 @@ import torch
 from torch import nn
 
 from patrickstar._distributed.process_group import Processes, World
+from patrickstar._distributed.single_process import SINGLE_PROCESS
 from patrickstar._dry_run.precision_choice import settle_precision
 from patrickstar._engine.chunk_optimizer import ChunkOptimizer
 from patrickstar._engine.core import EngineCore
 from patrickstar._engine.engine import Engine
 from patrickstar._engine.input_record import InputRecord
 from patrickstar._engine.param_init import WeightSource
-from patrickstar._hardware.cpu_allocator import cpu_allocator
-from patrickstar._hardware.file_backed_tensors import FileBackedTensors
-from patrickstar._step.tier_planning import find_budgets
 from patrickstar._tiers.hardware import Hardware
-from patrickstar.config import Config, Disk
+from patrickstar.config import Config
 from patrickstar.errors import BudgetError, ConfigError, DiskError
 
 if TYPE_CHECKING:
@@ -78,7 +75,8 @@ def initialize(
             DTensors.
         sample: Inputs of the model as in training: a tensor, a tuple of arguments, or a mapping of keyword arguments.
             A training step with them is dry-run before memory is taken, and refused if it does not fit, with settings
-            that suffice. Without it, the first step finds out. Ignored with several processes.
+            that suffice. Without it, the first step finds out. With several processes each checks its own budgets, and
+            all are refused if one is; parameters that are DTensors can't be dry-run so.
         loss: Returns the loss from the model's output, for the dry run. Default: its attribute `loss`, or the output.
         frozen: Further modules by name, which are only read, such as the reference model of DPO. Their parameters are
             frozen (2 bytes each with bf16 or fp16) and share the budgets. `engine.call_frozen` runs them.
@@ -97,14 +95,16 @@ def initialize(
     device = config.find_device()
     world = World.find(device)
     config = settle_precision(config, model, device, world)
-    swap_bytes = 0
-    if (
-        world.size == 1
-        and not frozen
-        and (sample is not None or (not isinstance(model, nn.Module) and weights is None))
-    ):
-        swap_bytes = check_fit(model, config, sample, loss)
-    engine = create_engine(model, config, weights, world, swap_bytes, mesh, frozen)
+    builds = not isinstance(model, nn.Module) and weights is None
+    if not frozen and (sample is not None or (builds and world.size == 1)):
+        refused = None
+        try:
+            check_fit(model, config, sample, loss, world, mesh)
+        except BudgetError as error:
+            refused = error
+        if (refused := world.agree_on_error(refused, BudgetError)) is not None:
+            raise refused
+    engine = create_engine(model, config, weights, world, mesh, frozen)
     return Initialized(engine, engine.optimizer)
 
 
@@ -113,68 +113,43 @@ def create_engine(
     config: Config,
     weights: WeightSource | None,
     world: Processes,
-    swap_bytes: int = 0,
     mesh: "DeviceMesh | None" = None,
     frozen: Mapping[str, nn.Module] | None = None,
 ) -> Engine:
-    """Create an engine. `swap_bytes`: what `check_fit` returned; a model that will be on disk is built on disk."""
+    """Create an engine in a process group, whose other processes learn of an error."""
     explain = explain_refusal if world.size == 1 and not frozen else None
     try:
-        if config.disk is None or not swap_bytes or isinstance(model, nn.Module) or weights is not None:
-            return Engine(model, config, weights, world=world, mesh=mesh, frozen=frozen, explain_refusal=explain)
-        with _built_on_disk(model, config, config.disk, swap_bytes) as build:
-            return Engine(build, config, world=world, explain_refusal=explain)
+        return Engine(model, config, weights, world=world, mesh=mesh, frozen=frozen, explain_refusal=explain)
     except BaseException as error:
         world.abort(error)
         raise
 
 
-@contextmanager
-def _built_on_disk(
-    model: Callable[[], nn.Module], config: Config, disk: Disk, swap_bytes: int
-) -> Iterator[Callable[[], nn.Module]]:
-    """Return a function that builds the model within the budgets. See [Note: building a model larger than memory]."""
-    allocator, hardware = cpu_allocator(), Hardware(config.find_device())
-    if allocator is None:
-        yield model
-        return
-    device_bytes, host_bytes = find_budgets(config, hardware)
-    # With a GPU only the host's chunks are in RAM.
-    ram_bytes = host_bytes if hardware.has_gpu else device_bytes + host_bytes
-    directory = Path(disk.directory)
-    capacity = int(disk.capacity) if disk.capacity is not None else hardware.free_disk_bytes(directory)
-    with FileBackedTensors(allocator, directory, max(0, capacity - swap_bytes), ram_bytes) as tensors:
-
-        def build() -> nn.Module:
-            module = model()
-            tensors.stop_allocating()
-            # From now on the budgets are for chunks, and one parameter at a time is moved into its chunk.
-            tensors.limit_bytes = max((param.nbytes for param in module.parameters()), default=0)
-            return module
-
-        yield build
-
-
 def check_fit(
-    model: Model, config: Config, sample: Sample | None = None, loss: Callable[[Any], torch.Tensor] | None = None
-) -> int:
+    model: Model,
+    config: Config,
+    sample: Sample | None = None,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    world: Processes = SINGLE_PROCESS,
+    mesh: "DeviceMesh | None" = None,
+) -> None:
     """Refuse what does not fit, before memory is taken: the model data, and a dry run of a step with the sample.
 
     The model is built on the meta device, without memory. A model that can't be built there is built in full before
-    its model data is checked.
-
-    Returns:
-        Bytes of the swap file; 0 if all model data will be in memory, or the model can't be built on the meta device.
+    its model data is checked. Several processes refuse model data when they have agreed on its layout.
 
     Raises:
         BudgetError: The model data or the step exceeds the budgets. With a sample it names settings that suffice.
     """
     from patrickstar._dry_run.fit_check import Trial
 
-    check = _fit_check(model, Hardware(config.find_device()), loss)
+    hardware = Hardware(config.find_device())
+    replicas = mesh.size(0) if mesh is not None and mesh.ndim == 2 else 1
+    check = _fit_check(model, hardware, loss, world, replicas)
     trial = None if sample is None else Trial.of(config, sample)
     try:
-        swap_bytes = check.check_model_data(config)
+        if world.size == 1:
+            check.check_model_data(config)
         if trial is not None:
             check.run(trial)
     except (ConfigError, DiskError):
@@ -188,16 +163,21 @@ def check_fit(
         if trial is not None:
             warnings.warn(f"{reason}: {error}", stacklevel=3)
         _log.info("%s: %r", reason, error)
-        return 0
-    return swap_bytes
 
 
-def _fit_check(model: Model, hardware: Hardware, loss: Callable[[Any], torch.Tensor] | None = None) -> "FitCheck":
+def _fit_check(
+    model: Model,
+    hardware: Hardware,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    world: Processes = SINGLE_PROCESS,
+    replicas: int = 1,
+) -> "FitCheck":
     # Imported on first use: the dry run would add to `import patrickstar`.
     from patrickstar._dry_run.fit_check import FitCheck
     from patrickstar._dry_run.simulation import copy_to_meta
 
-    return FitCheck(Engine, (lambda: copy_to_meta(model)) if isinstance(model, nn.Module) else model, hardware, loss)
+    build = (lambda: copy_to_meta(model)) if isinstance(model, nn.Module) else model
+    return FitCheck(Engine, build, hardware, loss, world.size, replicas, len(world.local_ranks))
 
 
 def _refusal(check: "FitCheck", trial: Any, error: BudgetError) -> BudgetError:

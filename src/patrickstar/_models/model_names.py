@@ -4,25 +4,23 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from patrickstar._models.open_models import OPEN_MODELS, find_open_model
-from patrickstar._models.presets import EXPERT_PRESETS, MOE_PRESETS, PRESETS, T5_PRESETS
+from patrickstar._models.presets import EXPERT_PRESETS, MOE_PRESETS, SWITCH_PRESETS, TRAINED_PRESETS
 from patrickstar.errors import ModelError
 
 
 def refuse_unknown_model(name: str) -> None:
     """Raise ModelError if no language model is known by a name, and no file or folder has it as its path."""
-    if name in PRESETS or name in EXPERT_PRESETS or Path(name).exists() or find_open_model(name) is not None:
+    if name in TRAINED_PRESETS or Path(name).exists() or find_open_model(name) is not None:
         return
     raise ModelError(_unknown(name))
 
 
 def _unknown(name: str) -> str:
-    if name in T5_PRESETS:
-        return f"{name} is a preset of `patrickstar plan` only: a T5 has an encoder, and is no causal language model"
-    known = [*PRESETS, *EXPERT_PRESETS, *OPEN_MODELS]
+    known = [*TRAINED_PRESETS, *OPEN_MODELS]
     if name in MOE_PRESETS:
         return (
-            f"{name} is a preset of `patrickstar plan` only; to train experts, use {', '.join(EXPERT_PRESETS)}, or a "
-            f"model's configuration or folder"
+            f"{name} is a preset of `patrickstar plan` only; to train experts, use "
+            f"{', '.join((*EXPERT_PRESETS, *SWITCH_PRESETS))}, or a model's configuration or folder"
         )
     matches = get_close_matches(name.lower(), known, n=1)
     hint = f"did you mean {matches[0]}?" if matches else f"the presets are {', '.join(known)}"

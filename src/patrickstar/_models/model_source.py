@@ -1,4 +1,4 @@
-"""Causal language model to train: a preset, a configuration file or a local model folder."""
+"""Language model to train, causal or with an encoder: a preset, a configuration file or a local model folder."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +9,9 @@ import torch
 from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -17,16 +19,20 @@ from transformers import (
 from patrickstar._dry_run.simulation import copy_to_meta
 from patrickstar._models.model_names import refuse_unknown_model
 from patrickstar._models.open_models import find_open_model
-from patrickstar._models.presets import EXPERT_PRESETS, PRESETS, Preset
+from patrickstar._models.presets import TRAINED_PRESETS, Preset, T5Preset
+from patrickstar._models.span_corruption import SENTINELS, SpanCorruption
 from patrickstar._models.vocabulary import Vocabulary
 from patrickstar.errors import ConfigError, ModelError
 from patrickstar.integrations.transformers._folder_weights import FolderWeights
 from patrickstar.integrations.transformers._model_builder import build_model, parameters_on_meta, read_config
 
+SPAN_SEQUENCE = 20
+"""Tokens of a sequence for each removed span."""
+
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Causal language model that is not built yet. Its parameters are read from ``folder``, if that is set."""
+    """Language model that is not built yet, causal or with an encoder. It is read from ``folder``, if that is set."""
 
     name: str
     config: PreTrainedConfig
@@ -57,8 +63,34 @@ class ModelSource:
             return lambda: self._build(activation_checkpointing)
         return partial(copy_to_meta, self.on_meta(activation_checkpointing))
 
+    @property
+    def _corruption(self) -> SpanCorruption | None:
+        """Task of a model with an encoder; None for a causal one."""
+        if not self.config.is_encoder_decoder:
+            return None
+        return SpanCorruption(self.config.get_text_config().vocab_size, self.vocabulary.end_id or 0)
+
+    def inputs(self, ids: torch.Tensor, *seed: int) -> dict[str, torch.Tensor]:
+        """Return the keyword arguments of the model for a batch of tokens (batch, sequence).
+
+        Args:
+            seed: Numbers that together belong to this batch alone; a model with an encoder draws its task from them.
+        """
+        if (corruption := self._corruption) is None:
+            return {"input_ids": ids, "labels": ids}
+        return corruption.corrupt(ids, *seed)
+
+    def example(self, batch: int, sequence: int) -> dict[str, torch.Tensor]:
+        """Return inputs of the shape of a batch, for dry runs."""
+        return self.inputs(torch.zeros(batch, sequence, dtype=torch.int64, device="cpu"), 0)
+
     def check_sequence(self, sequence: int) -> None:
-        """Raise ConfigError if a sequence is longer than the positions of the model."""
+        """Raise ConfigError if a sequence is longer than the model's positions, or has too many or no spans."""
+        if self._corruption is not None and not 2 <= sequence <= SENTINELS * SPAN_SEQUENCE:
+            raise ConfigError(
+                f"the model {self.name} has an encoder, and learns to write spans that are removed from a text, of "
+                f"which its vocabulary names {SENTINELS}: use --sequence from 2 to {SENTINELS * SPAN_SEQUENCE}"
+            )
         if self.max_sequence is not None and sequence > self.max_sequence:
             raise ConfigError(
                 f"the model {self.name} has positions for {self.max_sequence} tokens; use --sequence "
@@ -71,8 +103,9 @@ class ModelSource:
             return self._build(activation_checkpointing)
 
     def _build(self, activation_checkpointing: bool) -> PreTrainedModel:
-        model = build_model(self.config, AutoModelForCausalLM)
-        if model.loss_type is None:
+        with_encoder = self.config.is_encoder_decoder
+        model = build_model(self.config, AutoModelForSeq2SeqLM if with_encoder else AutoModelForCausalLM)
+        if model.loss_type is None and not with_encoder:
             # The library's own default, set here because it would warn.
             model.loss_type = "ForCausalLM"
         if activation_checkpointing:
@@ -90,18 +123,18 @@ def find_model(name: str, vocab_size: int | None = None) -> ModelSource:
         vocab_size: Replaces the vocabulary size of the model; must match the weights of a folder.
 
     Raises:
-        ModelError: The name or configuration is not a causal language model.
+        ModelError: The name or configuration is not a language model.
         ConfigError: ``vocab_size`` differs from that of the weights.
     """
     path = Path(name)
     refuse_unknown_model(name)
-    preset = PRESETS.get(name) or EXPERT_PRESETS.get(name) or (None if path.exists() else find_open_model(name))
+    preset = TRAINED_PRESETS.get(name) or (None if path.exists() else find_open_model(name))
     if preset is not None:
         config: PreTrainedConfig = preset.config()
     elif path.is_dir():
-        config = _causal_config(path / "config.json")
+        config = _language_config(path / "config.json")
     else:
-        config = _causal_config(path)
+        config = _language_config(path)
     # Training reads each token once; a key-value cache would only take memory.
     config.use_cache = False
     size = getattr(config.get_text_config(), "vocab_size", None)
@@ -113,22 +146,21 @@ def find_model(name: str, vocab_size: int | None = None) -> ModelSource:
         return ModelSource(name, config, _folder_vocabulary(path, config, size), folder=path)
     if vocab_size is not None:
         config.get_text_config().vocab_size = size = vocab_size
-    return ModelSource(name, config, Vocabulary(size))
+    return ModelSource(name, config, Vocabulary(size - SENTINELS * bool(config.is_encoder_decoder)))
 
 
-def preset_source(name: str, preset: Preset) -> ModelSource:
+def preset_source(name: str, preset: Preset | T5Preset) -> ModelSource:
     """Return the model of a shape, with random weights."""
     config = preset.config()
     config.use_cache = False  # as in find_model
     return ModelSource(name, config, Vocabulary(preset.vocab))
 
 
-def _causal_config(path: Path) -> PreTrainedConfig:
+def _language_config(path: Path) -> PreTrainedConfig:
     config = read_config(path)
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ModelError(
-            f"the model configuration {path} is for {config.model_type}, which is no causal language model"
-        )
+    models = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING if config.is_encoder_decoder else MODEL_FOR_CAUSAL_LM_MAPPING
+    if type(config) not in models:
+        raise ModelError(f"the model configuration {path} is for {config.model_type}, which is no language model")
     return config
 
 

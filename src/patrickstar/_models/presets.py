@@ -8,7 +8,7 @@ from patrickstar._perf_model.gpt_costs import Gpt
 from patrickstar._perf_model.t5_costs import T5
 
 if TYPE_CHECKING:
-    from transformers import GPT2Config, MixtralConfig, T5Config
+    from transformers import GPT2Config, MixtralConfig, SwitchTransformersConfig, T5Config
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class ExpertPreset:
 
 @dataclass(frozen=True)
 class T5Preset(T5):
-    """Shape of a T5 1.0 model, for plans. The default vocabulary is T5's."""
+    """Shape of a T5 1.0 model. The default vocabulary is T5's."""
 
     def config(self) -> "T5Config":
         """Return the Hugging Face configuration, without dropout."""
@@ -86,6 +86,39 @@ class T5Preset(T5):
         )
         # Labels are shifted behind a start token, the padding token 0; the constructor has no argument for it.
         config.update({"decoder_start_token_id": 0})
+        return config
+
+
+@dataclass(frozen=True)
+class SwitchPreset:
+    """Shape of a Switch Transformer: a T5 with experts in every second layer; a token passes through one of them."""
+
+    layers: int
+    hidden: int
+    heads: int
+    experts: int
+    vocab: int
+
+    def config(self) -> "SwitchTransformersConfig":
+        """Return the Hugging Face configuration, without dropout. Experts are four times as wide as the layer."""
+        from transformers import SwitchTransformersConfig
+
+        config = SwitchTransformersConfig(
+            vocab_size=self.vocab,
+            d_model=self.hidden,
+            d_kv=self.hidden // self.heads,
+            d_ff=4 * self.hidden,
+            num_layers=self.layers,
+            num_decoder_layers=self.layers,
+            num_heads=self.heads,
+            num_experts=self.experts,
+            num_sparse_encoder_layers=self.layers // 2,
+            num_sparse_decoder_layers=self.layers // 2,
+            router_jitter_noise=0.0,
+            dropout_rate=0.0,
+        )
+        # As for T5; and the loss balances the experts.
+        config.update({"decoder_start_token_id": 0, "output_router_logits": True})
         return config
 
 
@@ -132,7 +165,19 @@ T5_PRESETS = {
     "t5-27b": T5Preset(layers=28, hidden=4096, heads=64, ffn=16384),
     "t5-58b": T5Preset(layers=60, hidden=4096, heads=64, ffn=16384),
 }
-"""Models with encoder and decoder, to plan only: `layers` of each stack."""
+"""Models with encoder and decoder, to plan and to train: `layers` of each stack."""
+
+SWITCH_PRESETS = {
+    "switch-3m": SwitchPreset(layers=2, hidden=128, heads=4, experts=8, vocab=1024),
+}
+"""Models with encoder, decoder and experts, to train only: the tokens of an expert are known in a step alone."""
+
+TRAINED_PRESETS: dict[str, Preset | ExpertPreset | T5Preset | SwitchPreset] = {
+    **PRESETS,
+    **EXPERT_PRESETS,
+    **T5_PRESETS,
+    **SWITCH_PRESETS,
+}
 
 MOE_PRESETS: dict[str, Gpt | T5] = {
     # DeepSpeed-MoE (arXiv 2201.05596): 1.3B+MoE-128, with 128 experts in every second layer and top-1 routing.

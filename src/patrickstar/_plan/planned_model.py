@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from patrickstar._models.open_models import OPEN_MODELS, find_open_model
-from patrickstar._models.presets import EXPERT_PRESETS, MOE_PRESETS, PRESETS, T5_PRESETS, Preset
+from patrickstar._models.presets import EXPERT_PRESETS, MOE_PRESETS, PRESETS, T5_PRESETS, Preset, T5Preset
 from patrickstar._perf_model.adapters import Adapters
 from patrickstar._perf_model.experts import Experts
 from patrickstar._perf_model.gpt_costs import Gpt
@@ -90,7 +90,7 @@ def planned_shape(name: str, shape: Gpt | T5, capacity_factor: float | None = No
         if shape.experts is None:
             raise ConfigError(f"--capacity-factor {capacity_factor:g}: {name} has no experts")
         shape = replace(shape, experts=replace(shape.experts, capacity_factor=capacity_factor))
-    traced = partial(_traced_preset, name, shape) if isinstance(shape, Preset) else None
+    traced = partial(_traced_preset, name, shape) if isinstance(shape, Preset | T5Preset) else None
     text = f"{name}, {shape.described_layers} x {shape.hidden}{_described(shape.experts)}"
     return PlannedModel(text, shape.sequence, partial(shape_workload, shape), traced)
 
@@ -110,7 +110,7 @@ def planned_trace(model: "TracedModel", machine: Machine) -> PlannedModel:
     return PlannedModel(model.name, model.row_tokens, workload, lambda: model)
 
 
-def _traced_preset(name: str, shape: Preset) -> "TracedModel":
+def _traced_preset(name: str, shape: Preset | T5Preset) -> "TracedModel":
     # Imported here because PyTorch takes seconds to load.
     from patrickstar._models.model_source import preset_source
     from patrickstar._plan.traced_model import language_model

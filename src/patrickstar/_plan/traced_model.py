@@ -23,7 +23,7 @@ from patrickstar._engine.engine import Engine
 from patrickstar._layout.schema import COMPUTE_DTYPES
 from patrickstar._models.adapted import adapted
 from patrickstar._models.model_source import ModelSource
-from patrickstar._models.training_step import token_ids, training_step
+from patrickstar._models.training_step import training_step
 from patrickstar._perf_model.adapters import Adapters
 from patrickstar._perf_model.machine_spec import Machine
 from patrickstar._perf_model.perf_model import Estimate
@@ -79,7 +79,7 @@ class TracedModel:
 def language_model(
     source: ModelSource, sequence: int, adapters: Adapters | None = None, precision: str = "bf16"
 ) -> TracedModel:
-    """Return a causal language model over sequences of that many tokens.
+    """Return a language model over sequences of that many tokens, in encoder and decoder if it has both.
 
     Args:
         adapters: Adapters to train beside a frozen base in `precision`. Default: the model itself is trained.
@@ -90,9 +90,13 @@ def language_model(
         base = source.to_meta(checkpointing)
         return base if adapters is None else adapted(base, adapters, getattr(torch, COMPUTE_DTYPES[precision]))
 
+    def step(batch: int) -> Step:
+        ids = torch.zeros(batch, sequence, dtype=torch.int64, device="cpu")
+        return training_step({"input_ids": ids, "labels": ids}, max_norm=MAX_NORM)
+
     return TracedModel(
         build,
-        lambda batch: training_step(token_ids(batch, sequence), max_norm=MAX_NORM),
+        step,
         sequence,
         source.name if adapters is None else f"{source.name} with {adapters}",
     )

@@ -50,6 +50,8 @@ class Request(IntEnum):
     """Drop gradients; no more of these follow."""
     WRITE = 11
     """Apply an in-place write to a parameter."""
+    PLAN = 12
+    """Wait for the dry run of the first process."""
 
     @property
     def is_barrier(self) -> bool:
@@ -134,6 +136,7 @@ _DESCRIPTIONS = {
     Request.NORM: "clipping",
     Request.STATE: "reading the state or a gradient",
     Request.AVERAGE: "an average",
+    Request.PLAN: "a plan",
     Request.CLOSE: "closing the engine",
     Request.DROP: "dropping gradients",
     Request.WRITE: "writing to a parameter in place",

@@ -1,0 +1,42 @@
+"""Prediction of a training step by a dry run with an engine's model, budgets and processes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from patrickstar._dry_run.report import DryRunReport
+from patrickstar._dry_run.simulation import dry_run_engine, forward_backward_step
+from patrickstar._engine.core import EngineCore
+from patrickstar._engine.recording import Recording
+from patrickstar._schedule.coordination import Request
+from patrickstar.errors import ConfigError, PatrickStarError
+
+
+def plan_step(
+    engine: Any, core: EngineCore, loss: Callable[[Any], torch.Tensor] | None, args: Any, kwargs: Any
+) -> DryRunReport:
+    """Dry-run a step; see `Engine.plan`. The first of several processes runs it for all, while they wait."""
+    world = core.world
+    if core.distribution.linked is not None:
+        raise ConfigError(
+            "engine.plan can't simulate operators that communicate, as those of DTensors do: use patrickstar plan"
+        )
+    if core.release.alive:
+        core.data.synchronize_processes(Request.PLAN)
+        with core.interceptor.lock, core.internal_computation():
+            core.optimizer_step.finish_running()  # beside updates all that is measured is slower
+    step = forward_backward_step(loss, args, kwargs, core.gradients.last_clips)
+    own: Any = None
+    failed: Exception | None = None
+    if not world.rank:
+        try:
+            own = dry_run_engine(engine, step)
+        except Exception as error:  # the others wait to learn of it
+            failed = error
+    if (failed := world.agree_on_error(failed, PatrickStarError)) is not None:
+        raise failed
+    report: DryRunReport = world.from_first(own)
+    if isinstance(core.recording, Recording):
+        core.recording.planned(report.seconds, report.bound_s, report.stats)
+    return report
