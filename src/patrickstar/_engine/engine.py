@@ -438,8 +438,7 @@ class Engine:
             self._core.data.synchronize_processes(Request.AVERAGE)
             with interruptible():
                 gathered = self.world.all_gather(torch.tensor([value], dtype=torch.float64, device="cpu"))
-            total: float = sum(gathered[:, 0].tolist())
-            return total / self.world.size
+            return float(sum(gathered[:, 0].tolist()) / self.world.size)
 
     # State
 
