@@ -144,13 +144,13 @@ def test_an_embedding_that_stays_on_the_host(model, precision):
 def test_gradients_of_lookups_on_the_host_arrive_in_one_thread(monkeypatch, update):
     """Else two threads would move chunks at once: autograd runs nodes of host tensors in the calling thread."""
     threads = set()
-    accept = GradientHooks._accept
+    move = GradientHooks._move
 
-    def accept_and_note(hooks, managed, *args, **kwargs):
+    def move_and_note(hooks, managed, *args, **kwargs):
         threads.add(threading.get_ident())
-        accept(hooks, managed, *args, **kwargs)
+        move(hooks, managed, *args, **kwargs)
 
-    monkeypatch.setattr(GradientHooks, "_accept", accept_and_note)
+    monkeypatch.setattr(GradientHooks, "_move", move_and_note)
     engine = testing.stressed(Words, ps.Config(device=str(DEVICE), chunk_size=4096))
     for batch in words(4):
         threads.clear()

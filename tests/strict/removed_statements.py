@@ -30,7 +30,7 @@ MODULES = {
 }
 CALLS = {
     *("cancel", "cancel_running", "complete", "complete_update", "end_deferred", "end_save", "end_update"),
-    *("ensure_in_memory", "finish", "finish_first", "_complete_delayed"),
+    *("ensure_in_memory", "finish", "finish_all", "finish_first", "finish_pages", "_complete_delayed"),
     *("finish_one", "finish_running", "finish_save", "finish_update", "order", "settle", "synchronize", "vacate"),
     *("wait", "wait_event", "wait_stream", "_arrive", "_end_or_withdraw", "_end_running", "_finish", "_order"),
     *("_wait_for",),
