@@ -99,15 +99,9 @@ class FitCheck:
             network=Network(bandwidth=RATE, latency_s=0.0),
             disk=DiskDrive(capacity=AMPLE_BYTES, read=RATE, write=RATE),
         )
-        self.peak: str | None = None
+        self._peak: str | None = None
         """Bytes and module of the peak of non-model data with enough device memory, once known."""
         self._costs = OpBenchmark(self._hardware.device, RATE, roofline(self._machine), timed=False)
-
-    @property
-    def checkpointing(self) -> str | None:
-        """Method that enables the model's activation checkpointing, if it has one and it is not enabled."""
-        with kept_global_state(self._hardware.device):
-            return enable_checkpointing(on_meta(self._model))
 
     def run(self, trial: Trial) -> DryRunReport:
         """Dry-run a step with the budgets that this machine gives it. Raises BudgetError if it does not fit."""
@@ -159,7 +153,7 @@ class FitCheck:
         device, host = self.budgets(config)
         return config.model_copy(update={"device_memory": device, "host_memory": host})
 
-    def most_bytes(self, config: Config, option: str) -> int:
+    def _most_bytes(self, config: Config, option: str) -> int:
         """Return the most that this machine can give a budget: beside the other one, if that is given.
 
         Who states a budget may use what a default leaves free.
@@ -178,9 +172,47 @@ class FitCheck:
         short = error.short_bytes or 0
         device, host = self.budgets(config)
         levers = ("device_memory", device + short), ("host_memory", host + short * self._sharing)
-        return any(nbytes <= self.most_bytes(config, option) for option, nbytes in levers)
+        return any(nbytes <= self._most_bytes(config, option) for option, nbytes in levers)
 
-    def fits(self, trial: Trial) -> bool:
+    def explained(self, trial: Trial, error: BudgetError) -> BudgetError:
+        """Return the error of a refused step with the settings that suffice, and where memory would be largest."""
+        settings = list(self._sufficient_settings(trial))
+        if not settings:
+            advice = "No single setting on this machine was found to suffice: change the model, or several settings"
+        else:
+            advice = f"Each of these alone is enough, verified by dry runs: {'; '.join(settings)}"
+        at_peak = f". With enough device memory, non-model data peaks at {self._peak}" if self._peak else ""
+        where = f", in {error.module}" if error.module else ""
+        short = where
+        if error.short_bytes:
+            missing = f"{format_size(error.short_bytes)} are missing{where}"
+            short = f": at its first moment that does not fit, {missing}; later ones may lack more"
+        reason = f"The dry run was refused because {error.reason}{at_peak}"
+        return BudgetError(f"this training step does not fit{short}. {advice}. {reason}", error.short_bytes)
+
+    def _sufficient_settings(self, trial: Trial) -> Iterator[str]:
+        """Yield settings that suffice alone for a refused trial, each verified by a dry run."""
+        for option, refused_bytes in zip(("device_memory", "host_memory"), self.budgets(trial.config), strict=True):
+            nbytes = self._sufficient_budget(trial, option, refused_bytes)
+            if nbytes is not None:
+                yield f"{option}='{nbytes >> 20}MiB'"
+        if trial.config.disk is None and self._fits(_with(trial, "disk", Disk("."))):
+            yield "disk=ps.Disk(directory)"
+        with kept_global_state(self._hardware.device):
+            method = enable_checkpointing(on_meta(self._model))
+        if method is not None and self._fits(replace(trial, checkpointing=True)):
+            yield f"activation checkpointing (model.{method}())"
+        if not trial.config.activation_offload and self._fits(_with(trial, "activation_offload", True)):
+            yield "activation_offload=True"
+        rows = batch_of(trial)
+        smaller = rows // 2 if rows is not None else 0
+        while smaller:
+            if self._fits(with_batch(trial, smaller)):
+                yield f"a batch of {smaller} in place of {rows}"
+                break
+            smaller //= 2
+
+    def _fits(self, trial: Trial) -> bool:
         return self._try(trial) is not None
 
     def _try(self, trial: Trial) -> DryRunReport | None:
@@ -192,7 +224,7 @@ class FitCheck:
             _log.info("a setting could not be tried: %r", error)
             return None
 
-    def sufficient_budget(self, trial: Trial, option: str, refused_bytes: int) -> int | None:
+    def _sufficient_budget(self, trial: Trial, option: str, refused_bytes: int) -> int | None:
         """Return a budget for `option` with which the trial fits; None if the machine has not it.
 
         The other budget is the given one, or on a CPU the default beside the budget that is tried. A dry run with all
@@ -201,19 +233,19 @@ class FitCheck:
         """
         device = option == "device_memory"
         other = "host_memory" if device else "device_memory"
-        most_bytes = self.most_bytes(trial.config, option)
+        most_bytes = self._most_bytes(trial.config, option)
         ample_trial = _with(trial, option, most_bytes)
         if getattr(trial.config, other) is None:
-            ample_trial = _with(ample_trial, other, self.most_bytes(trial.config, other))
+            ample_trial = _with(ample_trial, other, self._most_bytes(trial.config, other))
         ample = self._try(ample_trial)
         if ample is None:
             return None
         if device:
-            self.peak = ample.peak
+            self._peak = ample.peak
         on_host = max(sample.host_bytes for sample in ample.timeline) * self._sharing
         used = ample.least_device_bytes if device else on_host
         tried = _budgets_to_try(refused_bytes, max(refused_bytes + 1, used), most_bytes // GRAIN_BYTES * GRAIN_BYTES)
-        return next((nbytes for nbytes in tried if self.fits(_with(trial, option, nbytes))), None)
+        return next((nbytes for nbytes in tried if self._fits(_with(trial, option, nbytes))), None)
 
 
 def _budgets_to_try(refused_bytes: int, used_bytes: int, most_bytes: int) -> Iterator[int]:
@@ -250,30 +282,6 @@ def enable_checkpointing(model: nn.Module) -> str | None:
     return name
 
 
-def sufficient_settings(check: FitCheck, trial: Trial, device_bytes: int, host_bytes: int) -> Iterator[str]:
-    """Yield settings that suffice alone for a refused trial, whose budgets are given, each verified by a dry run."""
-    device = check.sufficient_budget(trial, "device_memory", device_bytes)
-    if device is not None:
-        yield f"device_memory='{device >> 20}MiB'"
-    host = check.sufficient_budget(trial, "host_memory", host_bytes)
-    if host is not None:
-        yield f"host_memory='{host >> 20}MiB'"
-    if trial.config.disk is None and check.fits(_with(trial, "disk", Disk("."))):
-        yield "disk=ps.Disk(directory)"
-    method = check.checkpointing
-    if method is not None and check.fits(replace(trial, checkpointing=True)):
-        yield f"activation checkpointing (model.{method}())"
-    if not trial.config.activation_offload and check.fits(_with(trial, "activation_offload", True)):
-        yield "activation_offload=True"
-    rows = batch_of(trial)
-    smaller = rows // 2 if rows is not None else 0
-    while smaller:
-        if check.fits(with_batch(trial, smaller)):
-            yield f"a batch of {smaller} in place of {rows}"
-            break
-        smaller //= 2
-
-
 def default_loss(out: Any) -> torch.Tensor:
     """Return a loss of a model's output: its own, the output if it is a scalar, or the sum of its tensors."""
     loss = getattr(out, "loss", out)
@@ -294,21 +302,3 @@ def with_batch(trial: Trial, rows: int) -> Trial:
     """Return the trial with the first `rows` rows of its inputs."""
     args, kwargs = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor[:rows], (trial.args, trial.kwargs))
     return replace(trial, args=args, kwargs=kwargs)
-
-
-def refusal(error: BudgetError, settings: list[str], peak: str | None = None) -> BudgetError:
-    """Return the error of a refused step, with the settings that suffice, and where memory would be largest."""
-    if not settings:
-        advice = "No single setting on this machine was found to suffice: change the model, or several settings"
-    else:
-        advice = f"Each of these alone is enough, verified by dry runs: {'; '.join(settings)}"
-    at_peak = f". With enough device memory, non-model data peaks at {peak}" if peak else ""
-    where = f", in {error.module}" if error.module else ""
-    short = where
-    if error.short_bytes:
-        missing = f"{format_size(error.short_bytes)} are missing{where}"
-        short = f": at its first moment that does not fit, {missing}; later ones may lack more"
-    return BudgetError(
-        f"this training step does not fit{short}. {advice}. The dry run was refused because {error.reason}{at_peak}",
-        error.short_bytes,
-    )

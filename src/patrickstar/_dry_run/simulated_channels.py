@@ -174,8 +174,8 @@ class SimulatedChannel:
         self.waiting: deque[SimulatedTransfer] = deque()
         self.free_at = 0.0
         """End time of the last transfer that has begun."""
-        self.busy_s = 0.0
-        self.nbytes = 0
+        self.busy_s, self.nbytes = 0.0, 0
+        """Time and bytes of the transfers that have begun since the step's start."""
         self.begun: list[Interval] = []
         """Transfers that have begun, except those that ended before the step."""
 
@@ -229,7 +229,8 @@ class SimulatedChannel:
         return max(0.0, self.free_at - self.clock.now) + sum(transfer.seconds for transfer in self.waiting)
 
     def start_step(self) -> None:
-        """Forget the transfers that have ended."""
+        """Forget the transfers that have ended, and the time and bytes of all."""
+        self.busy_s, self.nbytes = 0.0, 0
         self.begun = [interval for interval in self.begun if interval.end_s > self.clock.now]
 
     def lane(self, start_s: float) -> Lane:

@@ -333,7 +333,6 @@ def simulate(
                 start_s = hardware.clock.now
                 hardware.start_step()
                 timeline.clear()
-                before = [(channel.busy_s, channel.nbytes) for channel in hardware.channels]
                 with modules.watch():
                     if clock is not None:
                         clock.start()
@@ -345,10 +344,7 @@ def simulate(
                         hardware.clock.wait_for_host()
                 history.append(engine.stats.last)
                 left.append(hardware.left_s)
-            channels = tuple(
-                ChannelUse(channel.name, channel.busy_s - busy_s, channel.nbytes - nbytes)
-                for channel, (busy_s, nbytes) in zip(hardware.channels, before, strict=True)
-            )
+            channels = tuple(ChannelUse(each.name, each.busy_s, each.nbytes) for each in hardware.channels)
             # The difference of two times is rounded, hence possibly smaller than the sum of what lies between them.
             seconds = max(hardware.clock.now - start_s, hardware.computed_s, hardware.launched_s)
             return DryRunReport(

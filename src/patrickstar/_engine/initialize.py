@@ -157,7 +157,7 @@ def check_fit(
     except BudgetError as error:
         if trial is None or not check.machine_may_suffice(config, error):
             raise
-        raise _refusal(check, trial, error) from None
+        raise check.explained(trial, error) from None
     except Exception as error:  # the model's own code, which may do anything
         reason = "the dry run can't run the model's code, so the first step finds out what fits"
         if trial is not None:
@@ -180,14 +180,6 @@ def _fit_check(
     return FitCheck(Engine, build, hardware, loss, world.size, replicas, len(world.local_ranks))
 
 
-def _refusal(check: "FitCheck", trial: Any, error: BudgetError) -> BudgetError:
-    from patrickstar._dry_run.fit_check import refusal, sufficient_settings
-
-    device, host = check.budgets(trial.config)
-    settings = list(sufficient_settings(check, trial, device, host))
-    return refusal(error, settings, check.peak)
-
-
 def explain_refusal(core: EngineCore, inputs: InputRecord, error: BudgetError) -> BudgetError:
     """Return the error of a first step that did not fit, with settings that suffice, as far as dry runs find any."""
     from patrickstar._dry_run.fit_check import Trial
@@ -203,7 +195,7 @@ def explain_refusal(core: EngineCore, inputs: InputRecord, error: BudgetError) -
             check.run(trial)
         except BudgetError as predicted:
             error.module = predicted.module
-        return _refusal(check, trial, error)
+        return check.explained(trial, error)
     except Exception as failed:  # the dry run runs the model's code; its error must not replace this one
         error.add_note(f"No dry run could find settings that suffice: {failed}")
         return error
