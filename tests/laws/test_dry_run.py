@@ -340,7 +340,7 @@ def test_a_plan_clips_as_the_last_step_did(monkeypatch, max_norm, expected):
             engine.clip_grad_norm_(max_norm)
         engine.optimizer.step()
         planned = Mock()
-        monkeypatch.setattr("patrickstar._dry_run.simulation.dry_run_engine", lambda engine, step: step(planned))
+        monkeypatch.setattr("patrickstar._engine.engine_plan.dry_run_engine", lambda engine, step: step(planned))
         engine.plan(torch.randn(4, 8), loss=lambda out: out)
     assert [call.args[0] for call in planned.clip_grad_norm_.call_args_list] == expected
     assert planned.optimizer.step.called
