@@ -27,8 +27,8 @@ EVENTS = {
 }
 CEILINGS = {
     # Budget for a third of the parameters: each operator fetches a chunk and evicts one.
-    "planned": ("900KiB", {"operator": (35, 315), "window": (33, 261), "gradient": (13, 29)}, 49),
-    "resident": ("64MiB", {"operator": (12, 38), "window": (10, 17), "gradient": (13, 23)}, 37),
+    "planned": ("900KiB", {"operator": (34, 310), "window": (31, 256), "gradient": (11, 27)}, 48),
+    "resident": ("64MiB", {"operator": (9, 33), "window": (7, 12), "gradient": (11, 21)}, 36),
 }
 """Budget; most files and calls of one event; most files of all events of a parameter together."""
 

@@ -9,7 +9,7 @@ import patrickstar
 SRC = Path(patrickstar.__file__).parent
 MOST_LINES = {
     ".": 1219,
-    "_autograd": 2099,
+    "_autograd": 2096,
     "_checkpoint": 2534,
     "_chunks": 1535,
     "_cli": 2365,
@@ -20,12 +20,12 @@ MOST_LINES = {
     "_kernels": 2730,
     "_layout": 918,
     "_models": 618,
-    "_params": 3308,
+    "_params": 3305,
     "_perf_model": 2764,
     "_plan": 1694,
     "_report": 962,
     "_schedule": 1220,
-    "_step": 4962,
+    "_step": 4914,
     "_tiers": 2115,
     "integrations": 4009,
     "optim": 903,

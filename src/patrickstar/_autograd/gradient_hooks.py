@@ -113,7 +113,7 @@ class GradientHooks:
             self.gradients.unscaled.add(managed)
         if self.gradients.is_zero(managed):
             grad = grad.to_dense() + 0  # which makes a negative zero positive
-        self.optimizer_in_backward.optimizer_step.complete((managed,))
+        self.optimizer_in_backward.optimizer_step.updates.complete((managed,))
         self.data.accept_gradient(managed, grad)
         if complete:
             self.optimizer_in_backward.on_gradient_ready(managed)

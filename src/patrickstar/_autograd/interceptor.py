@@ -58,6 +58,7 @@ class Interceptor:
         self.data_attribute = DataAttribute(full_state)
         self.gradient = GradientAttribute(gradients, optimizer_in_backward)
         self.optimizer_in_backward, self.full_state = optimizer_in_backward, full_state
+        self.updates = optimizer_in_backward.optimizer_step.updates
         has_accelerator = self.data.manager.hardware.accelerator is not None
         self.lock = EngineLock(full_state.state.process, has_device_thread=has_accelerator)
         self.gradient_hooks = GradientHooks(gradients, optimizer_in_backward, self.lock)
@@ -210,7 +211,7 @@ class Interceptor:
             written = [t for t, version in zip(tensors, versions, strict=True) if version_of(t) != version]
             with managing():
                 for managed in dict.fromkeys(managed for tensor in written for managed in tensor._managed_params):
-                    self.data.on_in_place_write(managed, copied)
+                    self.full_state.follow_write(managed, copied)
                     self.data_attribute.follow(managed)
         if func is not F.embedding:  # its backward reads only the indices
             self.track_outputs(out, managed_params, before, held)
@@ -230,7 +231,7 @@ class Interceptor:
         """Advance updates after an operator."""
         if self.in_backward:
             self.optimizer_in_backward.speculation.progress()
-        self.optimizer_in_backward.optimizer_step.progress()
+        self.updates.progress()
 
     def end_uses(self, managed_params: Sequence[ManagedParam], suspended: Window | None = None) -> None:
         """End an access, and open the window again that it suspended."""
@@ -247,7 +248,7 @@ class Interceptor:
         belongs, window = torch.is_grad_enabled() or self.in_backward, self.window
         self.note(managed_params)
         with managing():
-            self.optimizer_in_backward.optimizer_step.complete(managed_params)
+            self.updates.complete(managed_params)
             try:
                 # Suspend the window rather than evict an optimizer chunk, for which the host may have no room.
                 self.data.access(managed_params, belongs, gently=window is not None)
@@ -261,10 +262,9 @@ class Interceptor:
 
     def covers(self, managed_params: Sequence[ManagedParam]) -> bool:
         """Finish updates of the parameters; return whether they can then be read without an access."""
-        optimizer_step = self.optimizer_in_backward.optimizer_step
-        if optimizer_step.updating:
+        if self.updates.queue.updates:
             with managing():
-                optimizer_step.complete(managed_params)
+                self.updates.complete(managed_params)
         return self.data.residency.covers(managed_params)
 
     def note(self, managed_params: Sequence[ManagedParam]) -> None:
@@ -393,4 +393,4 @@ class Interceptor:
         self.window = None
         self.data.progress()
         self.optimizer_in_backward.progress()
-        self.optimizer_in_backward.optimizer_step.progress()
+        self.updates.progress()

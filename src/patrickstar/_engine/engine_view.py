@@ -161,7 +161,7 @@ class EngineView:
             raise ConfigError("engine.plan simulates a single process; for several use patrickstar plan --gpus")
         if self._core.release.alive:
             with self._core.interceptor.lock, self._core.internal_computation():
-                self._core.optimizer_step.finish_running()  # beside updates all that is measured is slower
+                self._core.optimizer_step.updates.finish_running()  # beside updates all that is measured is slower
         step = forward_backward_step(loss, args, kwargs, self._core.gradients.last_clips)
         report = dry_run_engine(self, step)
         if isinstance(self._core.recording, Recording):

@@ -34,7 +34,7 @@ class OptimizerInBackward:
     @property
     def updating(self) -> bool:
         """True while updates are running or deferred, or a backward may start some before the step has decided."""
-        return self.optimizer_step.updating or self.speculation.active
+        return bool(self.optimizer_step.updates.queue.updates) or self.speculation.assumption is not None
 
     @property
     def active(self) -> bool:
@@ -56,7 +56,7 @@ class OptimizerInBackward:
 
     def on_gradient_ready(self, managed: ManagedParam) -> None:
         """Record a complete gradient; its chunk is complete once all its traced trainable parameters are."""
-        if self._groups is None and not self.speculation.active:
+        if self._groups is None and self.speculation.assumption is None:
             return
         index = managed.location.chunk
         expected = [other for other in self.data.by_chunk[index] if other.observed and other.param.requires_grad]
@@ -77,7 +77,8 @@ class OptimizerInBackward:
 
     def progress(self) -> None:
         """Update the complete chunks that no operator uses."""
-        self.speculation.progress()
+        if self.speculation.assumption is not None:
+            self.speculation.progress()
         if self._groups is None or not self._complete:
             return
         for index in sorted(self._complete):
