@@ -43,8 +43,6 @@ class DiskOptimizerStep:
         """Indices of chunks whose parameters were needed before the pages of their update had been read."""
         self._kernels, self._update_rules, self._host_updates = kernels, update_rules, host_updates
         self._queue = queue
-        self._aborted: list[Update] = []
-        """Updates that ended because bytes of chunks were lost."""
 
     @property
     def updates(self) -> list[Update]:
@@ -59,8 +57,8 @@ class DiskOptimizerStep:
     @property
     def updated_in_part(self) -> list[str]:
         """Names of the parameters whose update has begun and not ended, also if an error has ended it."""
-        begun = [update for update in (*self._aborted, *self.updates) if update.updated]
-        return [managed.name for update in begun if not update.home.speculative for managed in update.rules]
+        begun = [update for update in self._queue.updates if update.updated and not update.home.speculative]
+        return [managed.name for update in begun for managed in update.rules]
 
     @defer_sigint
     def submit(self, update: Update) -> None:
@@ -184,14 +182,13 @@ class DiskOptimizerStep:
         for update in self.updates:
             update.given_up = True
             self._let_wait(update, None)
-        self._queue.updates = [update for update in self._queue.updates if update not in aborted]
         self.cancel_running()
         for update in aborted:
             update.home.forget(update.rules)
         if self.data.manager.io_dispatch.failed is not None:
-            self._aborted += aborted
             self.staging_pool.live.clear()
             return
+        self._queue.updates = [update for update in self._queue.updates if update not in aborted]
         for pages in list(self.staging_pool.live):
             self.staging_pool.drop(pages)
         give_up(self.data, [managed for update in aborted for managed in update.rules], error)

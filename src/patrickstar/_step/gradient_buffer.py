@@ -31,8 +31,6 @@ class BufferedPage(Page):
     """First and last step whose gradients the last update has used."""
     updates: dict[ManagedParam, int] = field(default_factory=dict)
     """Number of updates of these elements, by parameter."""
-    queued: bool = False
-    """True while an update of the page is queued or runs."""
 
 
 class GradientBuffer(Home):
@@ -81,13 +79,9 @@ class GradientBuffer(Home):
         indices = [each for each in self._pages if each in self.data.by_chunk] if index is None else [index]
         return [page for each in indices for page in self.pages(each) if page.pending]
 
-    def queued(self, index: int) -> list[BufferedPage]:
-        """Return the pages of a chunk, which may have none, whose update is queued or runs."""
-        return [page for page in self._pages.get(index, ()) if page.queued]
-
-    def pages_in(self, update: Update) -> list[BufferedPage]:
-        """Return the pages of an update."""
-        return [self._page(update.index, page.first) for page in update.pages]
+    def pages_in(self, updates: Iterable[Update]) -> list[BufferedPage]:
+        """Return the pages that updates have yet to update."""
+        return [self._page(each.index, page.first) for each in updates for page in each.pages[each.updated :]]
 
     def describe(self) -> Pages:
         """Return the pages as the log describes them, in the types that JSON has."""
@@ -254,7 +248,6 @@ class GradientBuffer(Home):
         page.used = page.oldest, self.accepted[index]
         self.records.append(UpdateRecord(index, page.number, *page.used))
         page.pending.clear()
-        page.queued = False
 
     def forget_updates(self) -> None:
         """Forget which gradients the last updates have used: a flush has published their results."""
@@ -268,7 +261,6 @@ class GradientBuffer(Home):
             self.renewed.discard(managed)
             for page, _ in self.pages_of(managed):
                 page.pending.pop(managed, None)
-                page.queued = False
 
     def _page(self, index: int, first: int) -> BufferedPage:
         pages = self.pages(index)

@@ -11,6 +11,7 @@ from patrickstar._hardware.profiler_range import profiler_range
 from patrickstar._kernels.update_rule import Rule, Span
 from patrickstar._params.managed_param import ManagedParam, profiled_names
 from patrickstar._params.model_data import ModelData
+from patrickstar._step.host_updates import HostUpdates
 from patrickstar._step.update import WHOLE, WHOLE_IN_ORDER, InPlace, Rules, SpareHome, Update
 from patrickstar._step.updates import Updates
 from patrickstar._tiers.chunk import Chunk
@@ -109,14 +110,8 @@ class SpareBlocks(SpareHome):
         """Parameters whose gradients it copies from the device, once it has taken blocks."""
         self._took_blocks = self._failed = self._ended_late = False
 
-    def start(self, update: Update) -> bool:
-        """Start an update, once its gradients are complete. Return False if no worker thread updates beside operators.
-
-        Its tensors are found now, and bound to blocks when it begins.
-        """
-        host = self._updates.host
-        if host is None:
-            return False
+    def start(self, update: Update, host: HostUpdates) -> None:
+        """Start an update, once its gradients are complete. Its tensors are bound to blocks when it begins."""
         part = WHOLE_IN_ORDER if host.waits_for_copies else WHOLE
         self._spans = {managed: self.span(managed, rule, part) for managed, rule in update.rules.items()}
         on_device = update.param16.device.valid
@@ -124,7 +119,6 @@ class SpareBlocks(SpareHome):
         with profiler_range("update", profiled_names(update.rules)):
             update.running = host.start_when_ready(partial(self._bind, update), update.scales, self.inputs)
         self._updates.add(update)
-        return True
 
     def _bind(self, update: Update) -> list[Span] | None:
         """Return the spans of an update that begins, bound to spare blocks; None without blocks."""
@@ -216,10 +210,10 @@ class HostSpeculation:
     newer ones: their chunks are used last in the next forward, beside which they can be updated.
     """
 
-    def __init__(self, data: ModelData, updates: Updates) -> None:
+    def __init__(self, data: ModelData, updates: Updates, host_updates: HostUpdates) -> None:
         self.data = data
         self.memory = SpareMemory(data.manager.host_tier)
-        self._updates = updates
+        self._updates, self._host_updates = updates, host_updates
         self._host_tier = data.manager.host_tier
         self._in_place = InPlace(data)
         reclaim = weakref.WeakMethod(self._drop_oldest)  # no cycle: memory goes back without a garbage collection
@@ -234,7 +228,7 @@ class HostSpeculation:
     @property
     def capacity(self) -> int:
         """Number of updates that may be started now: all if the worker thread chooses between them, else one ahead."""
-        if self._updates.host is not None and self._updates.host.waits_for_copies:
+        if self._host_updates.waits_for_copies:
             return len(self.data.by_chunk)
         return IN_FLIGHT - sum(update.running is not None and not update.running.done for update in self.undecided)
 
@@ -257,7 +251,8 @@ class HostSpeculation:
         home = SpareBlocks(self.data, index, self._updates, self.memory)
         if not self.memory.provide(home.sizes) and not self.undecided:
             return False
-        return home.start(Update(index, rules, scales, home))
+        home.start(Update(index, rules, scales, home), self._host_updates)
+        return True
 
     def room(self, indices: Sequence[int]) -> int:
         """Return for how many of these chunks, the last ones first, the spare blocks had room in this step."""

@@ -128,8 +128,9 @@ class LockFreeUpdates:
                 self._update_all({index: overdue})
                 continue
             on_disk += overdue
-            if missing := [page for page in overdue if not page.queued]:  # an interrupted step has not queued them
-                self._start(index, missing)
+            queued = self.buffer.pages_in(self._queued(index))
+            if missing := [page for page in overdue if page not in queued]:  # an interrupted step has not queued them
+                self._updates.start(self._update(index, missing))
         if on_disk:
             assert self._updates.disk is not None, "without a disk all chunks are in memory"
             late = {page.index for page in on_disk}
@@ -210,16 +211,10 @@ class LockFreeUpdates:
 
     def _queue(self) -> None:
         first_use = self.data.tracer.trace.first_use
-        waiting = by_chunk(page for page in self.buffer.pending() if not page.queued)
+        queued = set(self.buffer.pages_in(self._queued()))
+        waiting = by_chunk(page for page in self.buffer.pending() if page not in queued)
         for index in sorted(waiting, key=lambda each: (min(p.oldest for p in waiting[each]), -first_use(each))):
-            self._start(index, waiting[index])
-
-    @defer_sigint
-    def _start(self, index: int, pages: Sequence[BufferedPage]) -> None:
-        """Start or queue the update of some pages of a chunk."""
-        for page in pages:
-            page.queued = True
-        self._updates.start(self._update(index, pages))
+            self._updates.start(self._update(index, waiting[index]))
 
     def _update(self, index: int, pages: Sequence[BufferedPage]) -> Update:
         """Return the update of some pages of a chunk with the gradients that they have."""
@@ -228,32 +223,25 @@ class LockFreeUpdates:
     @defer_sigint
     def _end_or_withdraw(self, update: Update, step: int) -> None:
         """End the update of a chunk whose states are on the host, or withdraw it if it has not begun and may wait."""
-        pages = self.buffer.pages_in(update)
-        overdue = any(self._is_overdue(page, step) for page in pages)
+        overdue = any(self._is_overdue(page, step) for page in self.buffer.pages_in([update]))
         if not overdue and update.running is not None and update.running.withdraw():
             self._updates.queue.remove(update)
-            for page in pages:
-                page.queued = False
         else:
             self._updates.finish(update)
 
     @defer_sigint
     def withdraw_from_disk(self, index: int) -> None:
         """Withdraw the queued updates of a chunk whose states are about to move."""
-        if self._updates.disk is None:
-            return
         for update in self._queued(index):
-            if update.lists:
+            if update.lists and self._updates.disk is not None:
                 self._updates.disk.remove(update)
-        for page in self.buffer.pages(index):
-            page.queued = False
 
     def before_write(self, index: int) -> None:
         """Let the queued pages of a chunk be read again, since the caller will write them."""
-        waiting = self.buffer.queued(index)
+        waiting = self.buffer.pages_in(self._queued(index))
         if waiting and not self.data.state_chunks(index)[0].in_memory:
             self.withdraw_from_disk(index)
-            self._start(index, waiting)
+            self._updates.start(self._update(index, sorted(waiting, key=lambda page: page.first)))
 
     # Updates at once
 

@@ -202,8 +202,7 @@ class OptimizerStep:
             )
             return
         if any(managed.has_gradient for managed in managed_params):
-            self.data.before_update(index)
-            self.note_order(index)
+            self.before_update(index)
         self.tiers.move(index, managed_params)
         rules = self.rules.next(managed_params, group_of)
         if not rules:
@@ -232,8 +231,7 @@ class OptimizerStep:
         self.updates.complete(managed_params)  # of the last step that was not delayed
         self.delayed.list_of(index).complete_update()
         if any(managed.has_gradient for managed in managed_params):
-            self.data.before_update(index)
-            self.note_order(index)
+            self.before_update(index)
         self.tiers.move(index, managed_params)
         self.delayed.update(index, self.rules.next(managed_params, group_of), scales)
 
@@ -246,8 +244,7 @@ class OptimizerStep:
         self.updates.complete(managed_params)  # of the last step that was not lock-free
         with_gradient = [managed for managed in managed_params if managed.has_gradient]
         if with_gradient or lock_free.buffer.pending(index):
-            self.data.before_update(index)
-            self.note_order(index)
+            self.before_update(index)
         tier = self.tiers.tier_of(index)
         if tier is not Tier.DISK:
             lock_free.withdraw_from_disk(index)
@@ -255,7 +252,8 @@ class OptimizerStep:
             self.tiers.move(index, managed_params, tier)  # waits for pages that are being written
         lock_free.accept(index, {managed: group_of(managed) for managed in with_gradient}, scales)
 
-    def note_order(self, index: int) -> None:
-        """Record that the chunks of an index are updated next."""
+    def before_update(self, index: int) -> None:
+        """Note that the chunks of an index are updated next."""
+        self.data.before_update(index)
         self._order.pop(index, None)
         self._order[index] = None

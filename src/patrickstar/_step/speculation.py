@@ -7,8 +7,8 @@ from typing import Any
 from patrickstar._hardware.defer_sigint import defer_sigint
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
-from patrickstar._step.disk_speculation import DiskSpeculation
-from patrickstar._step.host_speculation import HostSpeculation
+from patrickstar._step.disk_speculation import DiskSpeculation, SparePages
+from patrickstar._step.host_speculation import HostSpeculation, SpareBlocks
 from patrickstar._step.optimizer_step import OptimizerStep
 from patrickstar._step.update import InPlace, SpareHome, Update
 from patrickstar._step.update_rules import GroupOf
@@ -55,7 +55,7 @@ class Speculation:
         self._speculators: list[HostSpeculation | DiskSpeculation] = []
         if enabled and optimizer_step.together is None:
             if optimizer_step.updates.host is not None:
-                self._host = HostSpeculation(data, optimizer_step.updates)
+                self._host = HostSpeculation(data, optimizer_step.updates, optimizer_step.updates.host)
                 self._speculators.append(self._host)
             # Shards of parameters are never on disk, where updates of states on disk would write them.
             if optimizer_step.updates.disk is not None and data.world.size == 1:
@@ -79,10 +79,12 @@ class Speculation:
         return bool(self._speculators)
 
     @property
-    def _undecided(self) -> dict[Update, SpareHome]:
+    def _undecided(self) -> dict[Update, SpareBlocks | SparePages]:
         """Updates that the step decides on, with their homes."""
         pairs = ((update, update.home) for update in self._optimizer_step.updates.queue.updates)
-        return {update: home for update, home in pairs if isinstance(home, SpareHome) and home.speculative}
+        return {
+            update: home for update, home in pairs if isinstance(home, SpareBlocks | SparePages) and home.speculative
+        }
 
     def begin(
         self, groups: Callable[[], Mapping[ManagedParam, Mapping[str, Any]]], options: Any, scales: Sequence[float]
@@ -168,8 +170,7 @@ class Speculation:
             counters.speculated += confirmed or not valid
             if confirmed:
                 counters.speculation_hits += 1
-                self.data.before_update(index)
-                self._optimizer_step.note_order(index)
+                self._optimizer_step.before_update(index)
                 for managed in update.rules:
                     managed.begin_update()
                 home.commit(update)

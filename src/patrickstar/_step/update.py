@@ -58,7 +58,8 @@ class Update:
     running: Transfer | None = None
     """What runs beside the training thread, if its states are in memory."""
     given_up: bool = False
-    """True if it is speculative and gives no result; it is in the queue until the step decides."""
+    """True if it gives no result, and is in the queue for who asks about it: a speculative one until the step decides,
+    others after a loss of chunk data."""
 
     @property
     def param16(self) -> Chunk:
@@ -85,7 +86,6 @@ def give_up(data: ModelData, failed: Collection[ManagedParam], error: BaseExcept
     for managed in failed:
         chunks.setdefault(managed.location.chunk, []).append(managed.name)
         if data.manager.io_dispatch.failed is None:
-            data.ensure_local(managed)
             data.give_up(managed)
     if chunks:
         names = ", ".join(f"chunk {index} ({', '.join(names)})" for index, names in chunks.items())
@@ -336,18 +336,6 @@ class SpareHome(InPlace):
 
     def begin(self, rules: Rules) -> None:
         """Do nothing: the step decides."""
-
-    def keep(self, update: Update) -> bool:
-        """Return whether there are results, which the step may commit, and keep them if so."""
-        raise NotImplementedError(f"{type(self).__name__} has no results")
-
-    def commit(self, update: Update) -> None:
-        """Make the results that were kept those of the step: now, or once the update has ended."""
-        raise NotImplementedError(f"{type(self).__name__} has no results")
-
-    def drop(self, update: Update) -> None:
-        """Give an update up, and its spare memory back."""
-        raise NotImplementedError(f"{type(self).__name__} has no spare memory")
 
 
 class DelayedList(Home):

@@ -91,9 +91,11 @@ class Updates:
 
     @defer_sigint
     def _finish(self, update: Update) -> None:
-        """Wait for an update in memory that is no longer in the queue, unless the step will decide on it."""
-        if not update.home.speculative:
-            self.queue.remove(update)
+        """Wait for an update in memory, and end it, unless the step decides on it."""
+        if update.home.speculative:
+            update.home.finish(update)
+            return
+        self.queue.remove(update)
         try:
             update.home.finish(update)
         except BaseException as error:
