@@ -24,6 +24,7 @@ from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
 from patrickstar._params.precision import LossScaler
 from patrickstar._step.disk_optimizer_step import DiskOptimizerStep
+from patrickstar._step.host_speculation import SpareBlocks
 from patrickstar._step.optimizer_in_backward import OptimizerInBackward
 from patrickstar._step.optimizer_step import OptimizerStep
 from patrickstar._tiers.chunk import Chunk
@@ -50,7 +51,7 @@ def tracer_of(engine: Engine) -> Tracer:
 
 def disk_step_of(engine: Engine) -> DiskOptimizerStep | None:
     """Return the optimizer step from disk to disk, None without a disk tier."""
-    return engine._core.optimizer_step.disk_step
+    return engine._core.optimizer_step.updates.disk
 
 
 def optimizer_step_of(engine: Engine) -> OptimizerStep:
@@ -67,14 +68,14 @@ def let_updates_begin(engine: Engine) -> None:
     """Give updates time before the step, however busy processors and disk are: to begin on the host, to end on disk."""
     in_backward, until_s = engine._core.optimizer_in_backward, time.monotonic() + 0.2
     speculation = in_backward.speculation
-    host, disk = speculation._host, speculation._disk
     while time.monotonic() < until_s:
-        begun = any(update.begun.is_set() for update in host._updates.values()) if host is not None else False
-        queued = any(map(disk._disk_step.is_queued, disk._updates.values())) if disk is not None else False
-        if begun or not (queued or (host is not None and host._updates)):
+        undecided = {update: home for update, home in speculation._undecided.items() if not update.given_up}
+        begun = any(isinstance(home, SpareBlocks) and home.begun.is_set() for home in undecided.values())
+        queued = any(isinstance(home, SpareBlocks) or not update.complete for update, home in undecided.items())
+        if begun or not queued:
             return
         speculation.progress()
-        in_backward.optimizer_step.progress()
+        in_backward.optimizer_step.updates.progress()
         time.sleep(0.001)
 
 

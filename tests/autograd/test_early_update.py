@@ -50,13 +50,13 @@ def test_the_same_bits_while_operators_run(precision):
     def script(trainer, optimizer):
         if isinstance(trainer, ps.Engine):
             step = optimizer_step_of(trainer)
-            step.host_updates = HostUpdates(step.kernels, None)
-            step.running.add = mock.Mock(wraps=step.running.add)
+            step.updates.host = HostUpdates(step.kernels, None)
+            step.updates.add = mock.Mock(wraps=step.updates.add)
         for seed in range(4):
             loss = mean_square(trainer(normal(2, width, seed=seed)))
             trainer.backward(loss, update=True)
             optimizer.step()
-        assert not isinstance(trainer, ps.Engine) or step.running.add.call_count >= 4
+        assert not isinstance(trainer, ps.Engine) or step.updates.add.call_count >= 4
         return []
 
     config = small_chunks(precision, chunk_bytes=1 << 22).model_copy(update={"device_memory": 30 << 20})
@@ -215,10 +215,10 @@ def test_close_waits_for_running_updates():
     config = small_chunks("bf16", chunk_bytes=1 << 23).model_copy(update={"device_memory": 8 << 20})  # not the states
     engine = ps.Engine(lambda: nn.Linear(width, width), config, meter=ps.testing.NoMeter())
     optimizer_step = optimizer_step_of(engine)
-    optimizer_step.host_updates = HostUpdates(optimizer_step.kernels, None)
+    optimizer_step.updates.host = HostUpdates(optimizer_step.kernels, None)
     x = normal(2, width)
     train(engine, [(x,)] * 3, update=True)
     engine.backward(mean_square(engine(x)), update=True)
-    assert optimizer_step.updating
+    assert optimizer_step.updates.queue.updates
     engine.close()
     assert all(param.isfinite().all() for param in engine.module.parameters())

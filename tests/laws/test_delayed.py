@@ -285,8 +285,8 @@ def test_delayed_updates_from_disk_go_on_beside_operators(tmp_path):
     config = on_disk(blocks, options(**DELAYED), tmp_path, inputs(1)[0], Room(host_bytes=20000, device_bytes=60000))
     with small_engine(blocks, config) as engine:
         train(engine, inputs(3))
-        updates = optimizer_step_of(engine)
-        assert updates.disk_step.unfinished and updates.updating
+        updates = optimizer_step_of(engine).updates
+        assert updates.disk.unfinished and updates.queue.updates
 
 
 def use_twice(m, x):

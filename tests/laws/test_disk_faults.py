@@ -269,7 +269,7 @@ def test_an_update_that_fails_under_close_is_reported(config, reference):
     """The masters can be read back, but some of them are updated in part."""
     engine = small_engine(blocks, config)
     train(engine, inputs(STEPS))
-    index = max(optimizer_step_of(engine).disk_step.unfinished)
+    index = max(optimizer_step_of(engine).updates.disk.unfinished)
     chunk = manager_of(engine)["exp_avg", index]
     overwrite(engine, {chunk.disk.offset + chunk.nbytes - 64: b"\x55" * 64})
     with pytest.raises(DiskError, match=rf"exp_avg\[{index}\].*damaged") as raised:

@@ -79,7 +79,7 @@ def slow_writes(monkeypatch):
 def test_who_waits_for_a_buffer_sleeps(engine, slow_writes):
     pipeline = disk_step_of(engine)
     steps(engine, 2)
-    pages = sum(len(update.pages) for update in pipeline._updates)
+    pages = sum(len(update.pages) for update in pipeline.updates)
     with mock.patch.object(pipeline.read_ahead, "start", wraps=pipeline.read_ahead.start) as read_ahead:
         pipeline.finish_all()
     assert 0 < read_ahead.call_count <= 3 * pages
@@ -90,7 +90,7 @@ def test_reads_that_were_interrupted_are_made_up_for(engine):
     steps(engine, 2)
     while not pipeline._queued():
         assert pipeline.unfinished
-        pipeline.read_ahead.start(pipeline._updates)
+        pipeline.read_ahead.start(pipeline.updates)
     interrupted = pipeline._queued()[0]
     pipeline.staging_pool.wait(interrupted.reads)
     interrupted.reads.clear()

@@ -73,7 +73,7 @@ half_used = module(lambda m, x: m.used(x), unused=lambda: nn.Linear(8, 8), used=
 
 @pytest.mark.parametrize("update", [ps.LockFree(after=1), ps.Delayed(after=1)], ids=["lock-free", "delayed"])
 def test_a_write_into_a_parameter_beside_queued_updates_is_not_lost(update, monkeypatch, tmp_path):
-    monkeypatch.setattr(DiskOptimizerStep, "progress", lambda self: self.read_ahead.start(self._updates))
+    monkeypatch.setattr(DiskOptimizerStep, "progress", lambda self: self.read_ahead.start(self.updates))
     options = on_disk(tmp_path) | dict(host_memory=270 * 1024, chunk_size="40KiB")
     with engine_of(half_used, config_of(update, **options), page_bytes=8192) as engine:
         assert engine.inspect().disk is not None
@@ -91,11 +91,11 @@ def test_the_queue_goes_round(tmp_path, monkeypatch):
 
     def few(self):
         nonlocal budget
-        self.read_ahead.start(self._updates)
+        self.read_ahead.start(self.updates)
         while budget and (queued := self._queued()):
             self.staging_pool.complete(queued[0])
             self._update(queued[0])
-            self.read_ahead.start(self._updates)
+            self.read_ahead.start(self.updates)
             budget -= 1
 
     monkeypatch.setattr(DiskOptimizerStep, "progress", few)

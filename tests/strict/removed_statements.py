@@ -24,8 +24,8 @@ MODULES = {
     "_hardware": "accelerator",
     "_params": "local_shards owned_shards",
     "_step": "delayed_update disk_optimizer_step disk_speculation gradient_buffer host_speculation lock_free_update "
-    "optimizer_in_backward optimizer_step pages_in_memory read_ahead running_updates speculation streamed_update "
-    "update_tiers",
+    "optimizer_in_backward optimizer_step read_ahead speculation streamed_update update update_queue "
+    "update_tiers updates",
     "_tiers": "chunk copy_streams device_tier disk_tier host_tier",
 }
 CALLS = {

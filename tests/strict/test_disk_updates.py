@@ -66,7 +66,7 @@ def updates_in_progress(engine: ps.Engine, tier: Tier = Tier.DEVICE) -> Iterator
     manager = manager_of(engine)
     manager.move_to_tier(manager.param16[0], tier)
     begun = threading.Barrier(THREADS + 1)
-    pool = optimizer_step_of(engine).host_updates.streamed._pool
+    pool = optimizer_step_of(engine).updates.host.streamed._pool
     pool.submit([lambda stage: (begun.wait(600), opened.wait(600))] * THREADS, "updates without end")
     begun.wait(600)
     engine.optimizer.step()
@@ -144,7 +144,7 @@ def test_an_engine_closes_after_an_error_with_updates_in_progress(tmp_path, monk
             with suppress(type(error)):
                 engine.close()
             timer.join()
-        assert not len(pipeline._running)
+        assert not pipeline._queue.runs(on_disk=True)
         assert all(type(param) is nn.Parameter and param.device.type == "cpu" for param in names.values())
         assert all(param.untyped_storage().nbytes() > 0 for param in names.values())
 

@@ -84,7 +84,7 @@ def test_no_page_is_updated_while_gradients_are_added(seed, monkeypatch, tmp_pat
     def checked(self, *args):
         nonlocal calls
         calls += 1
-        assert not self._disk_step._running, "a page is being updated"
+        assert not self._updates.queue.runs(on_disk=True), "a page is being updated"
         accept(self, *args)
 
     monkeypatch.setattr(LockFreeUpdates, "accept", checked)

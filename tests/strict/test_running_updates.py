@@ -28,7 +28,7 @@ class Gate:
         self._permits = threading.Semaphore(0)
         self._closed = False
         self._waiting: list = []
-        streamed = optimizer_step_of(engine).host_updates.streamed
+        streamed = optimizer_step_of(engine).updates.host.streamed
         self._run, streamed._run = streamed._run, self._wait_and_run
 
     def _wait_and_run(self, update) -> None:
@@ -151,13 +151,13 @@ def test_a_parameter_without_gradient_keeps_its_value_beside_updates_of_its_chun
 
 def test_updates_that_have_ended_are_finished_without_a_wait():
     with after_a_step("120KiB") as (engine, gate):
-        step = optimizer_step_of(engine)
+        updates = optimizer_step_of(engine).updates
         gate.let(LAYERS - 1)
-        last = list(step.running._entries)
+        last = [update.running for update in updates.queue.updates]
         for running in last[:-1]:
             running.job.wait()
-        step.progress()
-        assert len(step.running) == 1 and LAST in gate.updating and FIRST not in gate.updating
+        updates.progress()
+        assert len(updates.queue.updates) == 1 and LAST in gate.updating and FIRST not in gate.updating
 
 
 def weights(engine: ps.Engine) -> dict[str, torch.Tensor]:
@@ -282,8 +282,8 @@ def test_a_step_uses_up_the_gradients_at_once():
 
 def test_a_failed_update_names_its_parameters_by_their_next_use():
     with after_a_step("120KiB") as (engine, gate):
-        streamed, step = optimizer_step_of(engine).host_updates.streamed, optimizer_step_of(engine)
-        run, failing = gate._run, list(step.running._entries)[1]
+        updates = optimizer_step_of(engine).updates
+        streamed, run, failing = updates.host.streamed, gate._run, updates.queue.updates[1].running
 
         def fail(update) -> None:
             if update is failing:

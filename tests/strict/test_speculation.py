@@ -16,10 +16,9 @@ from speculation_cases import EVENTS, LAYERS, backward, build, clip, clip_nothin
 
 import patrickstar as ps
 from patrickstar import testing
-from patrickstar._step.disk_speculation import DiskSpeculation
+from patrickstar._step.disk_speculation import DiskSpeculation, SparePages
 from patrickstar._step.host_speculation import HostSpeculation
 from patrickstar._step.streamed_update import THREADS
-from patrickstar._step.update_home import SparePages
 
 ON_HOST = {"chunk_size": "6KiB", "host_memory": "4MiB"}
 
@@ -99,7 +98,7 @@ def test_no_order_of_events_changes_a_bit(seeds):
 @contextmanager
 def no_update_begins(engine: ps.Engine) -> Iterator[None]:
     """Keep the worker threads of updates on the host busy until the step has decided which of them count."""
-    updates = optimizer_step_of(engine).host_updates
+    updates = optimizer_step_of(engine).updates.host
     assert updates is not None and updates.streamed is not None
     complete_updates(engine)  # those of the last step, which would wait behind the job
     decided = threading.Event()
@@ -140,7 +139,7 @@ def test_an_engine_closes_with_speculative_updates_in_progress():
         backward(engine, seed)
         engine.optimizer.step()
     backward(engine, 3)
-    assert optimizer_in_backward_of(engine).speculation._started
+    assert optimizer_in_backward_of(engine).speculation._undecided
     module = engine.module
     expected = engine.state_dict()
     engine.close()

@@ -93,7 +93,7 @@ class DataAttribute:
             self._keep(managed, views, full)
             managed.payload().copy_(local_part(value))
             torch.autograd.graph.increment_version(managed.param)
-            data.on_in_place_write(managed, master)
+            self._full_state.follow_write(managed, master)
             self._share(accessor, managed, value)
 
     def replace(

@@ -25,7 +25,8 @@ class EngineCloser:
             lost = self.release() or ()
             # Without the other processes nothing can be read back, so that the names say nothing.
             names = "" if isinstance(error, PeerError) or not lost else f": {', '.join(lost)}"
-            partly = [name for name in self.optimizer_in_backward.optimizer_step.updated_in_part if name not in lost]
+            begun = self.optimizer_in_backward.optimizer_step.updates.updated_in_part
+            partly = [name for name in begun if name not in lost]
             error.add_note(
                 f"The engine is closed. {len(lost)} parameters could not be read back and are NaN{names}. "
                 + (f"{len(partly)} may be updated in part: {', '.join(partly)}. " if partly else "")

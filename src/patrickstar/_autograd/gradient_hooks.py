@@ -106,8 +106,9 @@ class GradientHooks:
             self.gradients.unscaled.add(managed)
         if managed in self.gradients.zeros:
             grad = grad.to_dense() + 0  # which makes a negative zero positive
-        if self.data.updaters:
-            self.optimizer_in_backward.optimizer_step.complete((managed,))
+        updates = self.optimizer_in_backward.optimizer_step.updates
+        if updates.queue.updates:
+            updates.complete((managed,))
         self.data.accept_gradient(managed, grad)
-        if complete and self.data.updaters:
+        if complete:
             self.optimizer_in_backward.on_gradient_ready(managed)

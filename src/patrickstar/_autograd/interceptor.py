@@ -58,6 +58,7 @@ class Interceptor:
         self.data_attribute = DataAttribute(full_state)
         self.gradient = GradientAttribute(gradients, optimizer_in_backward)
         self.optimizer_in_backward, self.full_state = optimizer_in_backward, full_state
+        self.updates = optimizer_in_backward.optimizer_step.updates
         has_accelerator = self.data.manager.hardware.accelerator is not None
         self.lock = EngineLock(full_state.state.process, has_device_thread=has_accelerator)
         self.gradient_hooks = GradientHooks(gradients, optimizer_in_backward, self.lock)
@@ -157,8 +158,7 @@ class Interceptor:
         if self.covers(managed_params):
             self.note(managed_params)
             out = self._run(func, args, kwargs, tensors, managed_params, held=True)
-            updates = self.optimizer_in_backward
-            if self.data.updaters and (updates.optimizer_step.updating or updates.speculation.active):
+            if self.updates.queue.updates or self.optimizer_in_backward.speculation.assumption is not None:
                 with managing():
                     self._progress()
             return out
@@ -214,7 +214,7 @@ class Interceptor:
         ]:
             with managing():
                 for managed in dict.fromkeys(managed for tensor in written for managed in tensor._managed_params):
-                    self.data.on_in_place_write(managed, copied)
+                    self.full_state.follow_write(managed, copied)
                     self.data_attribute.follow(managed)
         if func is not F.embedding:  # its backward reads only the indices
             self.track_outputs(out, managed_params, before, held)
@@ -228,14 +228,15 @@ class Interceptor:
         with managing():
             self.end_uses(managed_params, suspended)
             self.data.op_boundary(belongs)
-            if self.data.updaters or self.data.saving is not None:
-                self._progress()
+            self._progress()
 
     def _progress(self) -> None:
         """Advance updates and a checkpoint in progress after an operator."""
-        if self.in_backward:
-            self.optimizer_in_backward.speculation.progress()
-        self.optimizer_in_backward.optimizer_step.progress()
+        speculation, updates = self.optimizer_in_backward.speculation, self.updates
+        if speculation.assumption is not None and self.in_backward:
+            speculation.progress()
+        if updates.queue.updates or updates.disk is not None or self.data.saving is not None:
+            updates.progress()
 
     def end_uses(self, managed_params: Sequence[ManagedParam], suspended: Window | None = None) -> None:
         """End an access, and open the window again that it suspended."""
@@ -252,8 +253,8 @@ class Interceptor:
         belongs, window = torch.is_grad_enabled() or self.in_backward, self.window
         self.note(managed_params)
         with managing():
-            if self.data.updaters:
-                self.optimizer_in_backward.optimizer_step.complete(managed_params)
+            if self.updates.queue.updates:
+                self.updates.complete(managed_params)
             try:
                 # Suspend the window rather than evict an optimizer chunk, for which the host may have no room.
                 self.data.access(managed_params, belongs, gently=window is not None)
@@ -267,10 +268,9 @@ class Interceptor:
 
     def covers(self, managed_params: Sequence[ManagedParam]) -> bool:
         """Finish updates of the parameters; return whether they can then be read without an access."""
-        optimizer_step = self.optimizer_in_backward.optimizer_step
-        if self.data.updaters and optimizer_step.updating:
+        if self.updates.queue.updates:
             with managing():
-                optimizer_step.complete(managed_params)
+                self.updates.complete(managed_params)
         return self.data.residency.active and self.data.residency.covers(managed_params)
 
     def note(self, managed_params: Sequence[ManagedParam]) -> None:
@@ -396,6 +396,6 @@ class Interceptor:
             self.data.end_window(self.window.managed_params)
         self.window = None
         self.data.progress()
-        if self.data.updaters or self.data.saving is not None:
-            self.optimizer_in_backward.progress()
-            self.optimizer_in_backward.optimizer_step.progress()
+        self.optimizer_in_backward.progress()
+        if self.updates.queue.updates or self.updates.disk is not None or self.data.saving is not None:
+            self.updates.progress()

@@ -96,7 +96,7 @@ class GradientAttribute:
         param.grad = None
         self.gradients.unscaled.discard(managed)
         self.gradients.forget((managed,))
-        self.optimizer_in_backward.optimizer_step.complete((managed,))
+        self.optimizer_in_backward.optimizer_step.updates.complete((managed,))
         self.gradients.data.discard_gradient(managed)
         if value is not None:
             self.gradients.data.accept_gradient(managed, value.detach())

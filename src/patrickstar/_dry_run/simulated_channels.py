@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from patrickstar._dry_run.lanes import Interval, Lane, Wait, clip
 from patrickstar._hardware.accelerator import DeviceClock
 from patrickstar._hardware.transfer import Transfer
-from patrickstar._step.running_updates import UpdateGroup
+from patrickstar._step.update_queue import UpdateGroup
 
 # [Note: two clocks]
 # Beside a GPU the host launches operators ahead of those that run. A dry run has one clock for each of both. An

@@ -147,8 +147,8 @@ class EngineCore:
         self.model_state = ModelState(construction.described, self.data)
         buffers = plan.staging_size, plan.buffer_bytes
         self.optimizer_step = OptimizerStep(self.data, config.optimizer, self.kernels, *buffers, config.update)
-        if self.optimizer_step.disk_step is not None:
-            self.optimizer_step.disk_step.read_ahead.enabled = prefetch_policy is not DemandFetch
+        if (disk := self.optimizer_step.updates.disk) is not None:
+            disk.read_ahead.enabled = prefetch_policy is not DemandFetch
         self.full_state = FullState(self.model_state, self.optimizer_step)
         self.optimizer_placement = OptimizerPlacement(self.layout, self.data, self.optimizer_step, self.tracer)
         self.optimizer_in_backward = OptimizerInBackward(self.data, self.optimizer_step, speculates)
@@ -303,7 +303,7 @@ class EngineCore:
         lost = self.release()
         if lost is None:  # it was closed before
             return
-        partly = [name for name in self.optimizer_step.updated_in_part if name not in lost]
+        partly = [name for name in self.optimizer_step.updates.updated_in_part if name not in lost]
         if (lost or partly) and keep and (failed := self.manager.io_dispatch.failed) is not None:
             if lost:
                 failed.add_note(f"{len(lost)} parameters could not be read back and are NaN: {', '.join(lost)}.")

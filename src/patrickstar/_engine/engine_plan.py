@@ -25,7 +25,7 @@ def plan_step(
     if core.release.alive:
         core.data.synchronize_processes(Request.PLAN)
         with core.interceptor.lock, core.internal_computation():
-            core.optimizer_step.finish_running()  # beside updates all that is measured is slower
+            core.optimizer_step.updates.finish_running()  # beside updates all that is measured is slower
     step = forward_backward_step(loss, args, kwargs, core.gradients.last_clips)
     own: Any = None
     failed: Exception | None = None

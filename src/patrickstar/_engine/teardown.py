@@ -46,7 +46,7 @@ def release(interceptor: Interceptor, module_hooks: ModuleHooks, state: ModelSta
             if state.keep_values:
                 interceptor.optimizer_in_backward.optimizer_step.complete()
             else:
-                interceptor.optimizer_in_backward.optimizer_step.finish_running()
+                interceptor.optimizer_in_backward.optimizer_step.updates.finish_running()
             state.data.manager.complete_transfers()
         except (DiskError, MoveError, TrainingError) as error:
             # Lost parameters are found, and named, when they are read back.

@@ -1,6 +1,6 @@
 """Access to this rank's shards of the chunk lists: parameters, masters, optimizer states and gradients."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -49,8 +49,6 @@ class LocalShards:
         self.manager = manager
         self.by_chunk: dict[int, list[ManagedParam]] = {}
         self.closed = False
-        self.before_write: Callable[[int], None] = lambda index: None
-        """Lets no late update of a chunk write a page that it has read before the caller writes it."""
         self._placeholders: dict[torch.dtype, torch.Tensor] = {}
 
     def update_param_views(self) -> None:
@@ -262,7 +260,6 @@ class LocalShards:
                 f"optimizer.flush() before"
             )
         self._complete_delayed(managed)
-        self.before_write(managed.location.chunk)
 
     def _complete_delayed(self, managed: ManagedParam) -> None:
         """Wait for the delayed update of a parameter, which may read the gradient list, if there is one."""

@@ -38,8 +38,6 @@ class ModelData(LocalShards, ProcessHooks):
         """Chunk communication with the other ranks; None with one process."""
         self.saving: SaveInProgress | None = None
         """Checkpoint in progress, which copies what it needs of a chunk before the chunk changes."""
-        self.updaters: set[int] = set()
-        """Ids of those with updates to finish, to advance or to start between operators; empty most of the time."""
         self.residency = Residency(manager, tracer, self.by_chunk)
         self.in_backward = False
         self.backward_id = self.backwards_in_step = 0

@@ -1,22 +1,16 @@
 """Delayed updates: each runs beside the forward and backward of the next step (ZeRO-Offload §5.2)."""
 
 from collections.abc import Collection, Mapping, Sequence
-from functools import partial
 
 import torch
 
 from patrickstar._hardware.sigint_gate import interruption_point
-from patrickstar._hardware.transfer import Transfer
-from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.update_rule import Rule
 from patrickstar._layout.schema import DELAYED16
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
-from patrickstar._step.disk_optimizer_step import DiskOptimizerStep
-from patrickstar._step.failed_update import give_up
-from patrickstar._step.host_updates import HostUpdates
-from patrickstar._step.running_updates import RunningUpdates
-from patrickstar._step.update_home import WHOLE, WHOLE_IN_ORDER, DelayedList
+from patrickstar._step.update import DelayedList, Update
+from patrickstar._step.updates import Updates
 from patrickstar._tiers.chunk import Chunk
 
 # [Note: delayed updates]
@@ -43,27 +37,15 @@ class DelayedUpdates:
     """Updates whose results operators read one step later. See [Note: delayed updates].
 
     Args:
-        host_updates: Updates on the host beside operators; None on a CPU.
-        running: Updates in progress, to which those in memory are added.
-        disk_step: Updates of states on disk; None without a disk.
         after: Number of the first step whose update is delayed, counted from 1.
     """
 
-    def __init__(
-        self,
-        data: ModelData,
-        kernels: Kernels,
-        host_updates: HostUpdates | None,
-        running: RunningUpdates,
-        disk_step: DiskOptimizerStep | None,
-        after: int,
-    ) -> None:
+    def __init__(self, data: ModelData, updates: Updates, after: int) -> None:
         self.data = data
         self.after = after
         self._exchanged: set[int] = set()
         """Indices of the chunks that were exchanged in a step that has not ended: Ctrl-C or an error interrupted it."""
-        self._kernels, self._host_updates = kernels, host_updates
-        self._running, self._disk_step = running, disk_step
+        self._updates = updates
 
     @property
     def staleness(self) -> tuple[float, int]:
@@ -88,49 +70,17 @@ class DelayedUpdates:
 
     def update(self, index: int, rules: Mapping[ManagedParam, Rule], scales: Sequence[float]) -> None:
         """Start the update of one chunk, whose last one has ended, on the tier of its states."""
-        chunks, delayed = self.data.state_chunks(index), self.list_of(index)
-        running = None
+        home = DelayedList(self.data, {managed for managed in rules if managed.state.accumulated})
+        update = Update(index, rules, scales, home)
         for managed in rules:
             managed.count_update()
         try:
-            home = DelayedList(self.data, self._exchange_chunk(index, rules))
-            if not rules:
-                return
-            if not chunks[0].in_memory:
-                assert self._disk_step is not None, "without a disk all chunks are in memory"
-                self._disk_step.submit(index, rules, scales, home)
-                return
-            used = [delayed, *chunks, *self.data.gradient_sums(index)]
-            updates = None if chunks[0].device.valid else self._host_updates
-            # An update on the host waits for the copies of its chunks itself.
-            part = WHOLE if updates is None else WHOLE_IN_ORDER
-            spans = [home.span(managed, rule, part) for managed, rule in rules.items()]
-            if updates is not None:
-                running = updates.start(spans, scales, used)
-            else:
-                self._kernels.update(spans, scales)
+            self._exchange_chunk(index, rules, home.listed)
         except BaseException as error:
-            self._give_up(rules, error)
+            update.give_up(error)
             raise
-        for chunk in (delayed, *chunks):
-            self.data.manager.mark_written(chunk, on_device=chunk.device.valid)
-        if running is not None:
-            self._running.add(running, used, partial(self._end, running, rules))
-
-    def _end(self, running: Transfer, rules: Mapping[ManagedParam, Rule]) -> None:
-        """Wait for the update of one chunk's parameters."""
-        try:
-            running.wait()
-        except BaseException as error:
-            running.cancel()
-            self._give_up(rules, error)
-            raise
-
-    def _give_up(self, rules: Mapping[ManagedParam, Rule], error: BaseException) -> None:
-        for managed in rules:
-            managed.steps -= 1
         if rules:
-            give_up(self.data, rules, error)
+            self._updates.start(update)
 
     def publish_all(self) -> None:
         """Make the newest parameters those that operators read. All updates have ended."""
@@ -139,20 +89,17 @@ class DelayedUpdates:
             self._publish(managed)
         self.data.update_param_views()
 
-    def _exchange_chunk(self, index: int, rules: Mapping[ManagedParam, Rule]) -> set[ManagedParam]:
+    def _exchange_chunk(self, index: int, rules: Mapping[ManagedParam, Rule], listed: Collection[ManagedParam]) -> None:
         """Move the gradients of one chunk's parameters out, and make the newest parameters those that operators read.
 
         Args:
             rules: Rules of the parameters whose gradients are to be used.
-
-        Returns:
-            The parameters whose gradients are in the gradient list; those of the others are in `delayed16`.
+            listed: Those of them whose gradients are to be in the gradient list, not in `delayed16`.
         """
         managed_params = [managed for managed in self.data.by_chunk[index] if managed.location.numel]
-        listed = {managed for managed in rules if managed.state.accumulated}
         if self._exchange_whole(index, rules, managed_params):
             self._delay(rules)
-            return listed
+            return
         for managed in managed_params:
             if managed in listed:
                 if managed.overlays_shard:
@@ -165,7 +112,6 @@ class DelayedUpdates:
                 continue
             self._delay([managed])
         self._delay([managed for managed in rules if not managed.location.numel])
-        return listed
 
     def _delay(self, managed_params: Collection[ManagedParam]) -> None:
         self.data.end_update(managed_params)

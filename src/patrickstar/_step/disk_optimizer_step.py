@@ -1,19 +1,17 @@
 """Optimizer step of chunks whose states are on disk: read pages, update them, write them back, in a pipeline."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 
 from patrickstar._hardware.sigint_gate import interruption_point, uninterruptible
 from patrickstar._kernels.dispatch import Kernels
-from patrickstar._kernels.update_rule import Rule, Span
-from patrickstar._params.managed_param import ManagedParam
+from patrickstar._kernels.update_rule import Span
 from patrickstar._params.model_data import ModelData
-from patrickstar._step.disk_update import DiskUpdate
 from patrickstar._step.host_updates import HostUpdates
 from patrickstar._step.read_ahead import ReadAhead
-from patrickstar._step.running_updates import EndOfUpdate, RunningUpdates
 from patrickstar._step.staging_pool import PageSet, StagingPool
-from patrickstar._step.update_home import Home, Page
+from patrickstar._step.update import Page, Update, give_up
+from patrickstar._step.update_queue import EndOfUpdate, UpdateQueue
 from patrickstar._step.update_rules import UpdateRules
 
 # [Note: deferred updates]
@@ -27,13 +25,14 @@ from patrickstar._step.update_rules import UpdateRules
 
 
 class DiskOptimizerStep:
-    """Queue of updates whose pages pass through the staging pool; see [Note: deferred updates]."""
+    """Updates whose pages pass through the staging pool; see [Note: deferred updates]."""
 
     def __init__(
         self,
         data: ModelData,
         kernels: Kernels,
         update_rules: UpdateRules,
+        queue: UpdateQueue,
         host_updates: HostUpdates | None,
         staging_pool: StagingPool,
     ) -> None:
@@ -43,77 +42,58 @@ class DiskOptimizerStep:
         self.late: set[int] = set()
         """Indices of chunks whose parameters were needed before the pages of their update had been read."""
         self._kernels, self._update_rules, self._host_updates = kernels, update_rules, host_updates
-        self._updates: list[DiskUpdate] = []
-        self._aborted: list[DiskUpdate] = []
-        """Updates that ended because bytes of chunks were lost."""
-        self._running = RunningUpdates(data.updaters, in_order=True)
-        data.updaters.add(id(self))  # always: what it reads ahead goes on, too
+        self._queue = queue
+
+    @property
+    def updates(self) -> list[Update]:
+        """Updates of states on disk, in the order in which their pages are read."""
+        return [update for update in self._queue.updates if update.lists and not update.given_up]
 
     @property
     def unfinished(self) -> set[int]:
         """Indices of chunks with an update that is queued, speculative ones excepted."""
-        return {update.index for update in self._updates if not update.home.speculative}
+        return {update.index for update in self.updates if not update.home.speculative}
 
     @property
     def updated_in_part(self) -> list[str]:
         """Names of the parameters whose update has begun and not ended, also if an error has ended it."""
-        begun = [update for update in (*self._aborted, *self._updates) if update.updated]
-        return [managed.name for update in begun if not update.home.speculative for managed in update.rules]
+        begun = [update for update in self._queue.updates if update.updated and not update.home.speculative]
+        return [managed.name for update in begun for managed in update.rules]
 
-    def submit(
-        self,
-        index: int,
-        rules: Mapping[ManagedParam, Rule],
-        scales: Sequence[float],
-        home: Home,
-        pages: Sequence[tuple[int, int]] | None = None,
-    ) -> DiskUpdate:
-        """Queue the update of one chunk's parameters.
-
-        Args:
-            pages: First element and number of elements of each page that is updated; None: all that have parameters.
-        """
-        lists = home.lists(index)
-        if pages is None:
-            pages = [
-                (first, numel)
-                for first, numel in self.staging_pool.pages(lists[0])
-                if any(Page(index, first, numel).part(managed) for managed in rules)
-            ]
-        update = DiskUpdate(index, rules, scales, lists, list(pages), home)
+    def submit(self, update: Update) -> None:
+        """Queue an update, by default of all pages that have parameters."""
+        home = update.home
+        update.lists = home.lists(update.index)
+        if not update.pages:
+            pages = [Page(update.index, *each) for each in self.staging_pool.pages(update.lists[0])]
+            update.pages = [page for page in pages if any(page.part(managed) for managed in update.rules)]
         if home.late:
             self.read_ahead.expected.clear()  # the next step writes what its update reads, or queues all pages itself
         elif not home.speculative:
             self.read_ahead.expect(update)
-        home.begin(rules)
+        home.begin(update.rules)
         if update.pages:
-            self._updates.append(update)
-            self._let_wait(update, partial(self.finish, [index]))
+            self._queue.updates.append(update)
+            self._let_wait(update, partial(self.finish, [update.index]))
         else:
-            home.end(rules)
-        return update
+            home.end(update.rules)
 
     @staticmethod
-    def _let_wait(update: DiskUpdate, finish: Callable[[], None] | None) -> None:
+    def _let_wait(update: Update, finish: Callable[[], None] | None) -> None:
         """Let a chunk wait for an update of its content; None: it has ended."""
         if (chunk := update.home.waiting(update.index)) is not None:
             chunk.end_deferred = finish
 
-    def buffered(self, index: int) -> list[DiskUpdate]:
-        """Return the queued late updates of a chunk."""
-        return [update for update in self._updates if update.index == index and update.home.late]
-
-    def is_queued(self, update: DiskUpdate) -> bool:
-        """Return whether an update is in the queue and not complete."""
-        return update in self._updates and not update.complete
-
-    def remove(self, update: DiskUpdate) -> None:
+    def remove(self, update: Update) -> None:
         """Remove an update from the queue. Pages that are read and not updated yet serve later updates."""
-        if update in self._updates:
-            self._updates.remove(update)
+        self._queue.remove(update)
+        self.release(update)
+
+    def release(self, update: Update) -> None:
+        """Let pages of an update that are not updated yet serve later ones."""
         for pages in [pages for pages in self.staging_pool.live if pages.owner is update]:
             if pages.update is not None and not pages.updated:
-                self._running.discard(pages.update)
+                self._queue.discard(pages.update)
                 pages.update.cancel()
                 self.staging_pool.drop(pages)
             elif not pages.updated:
@@ -122,30 +102,32 @@ class DiskOptimizerStep:
     def reorder(self, key: Callable[[int], int]) -> None:
         """Sort the updates that have not started by this key of their chunk index."""
         in_memory = {pages.owner for pages in self.staging_pool.live}
-        started = in_memory | {update for update in self._updates if update.updated}
+        started = in_memory | {update for update in self._queue.updates if update.updated}
 
-        def rank(update: DiskUpdate) -> tuple[int, int]:
+        def rank(update: Update) -> tuple[int, int]:
             if update.home.speculative:
                 return 1, 0
-            return (-1, 0) if update in started else (0, key(update.index))
+            return (-1, 0) if not update.lists or update in started else (0, key(update.index))
 
-        self._updates.sort(key=rank)
+        self._queue.updates.sort(key=rank)
 
     def progress(self) -> None:
         """Update the pages whose reads have finished, and start the next reads; never wait for the disk."""
         if not self.read_ahead.enabled:
             return
-        self._running.finish_done()
-        for update in [each for each in self._updates if not each.home.is_current and not each.complete]:
-            self.remove(update)
-        self.read_ahead.start(self._updates)
+        self._queue.finish_done(on_disk=True)
+        for update in self.updates:
+            if not update.complete and not update.home.is_current:
+                update.given_up = True
+                self.release(update)
+        self.read_ahead.start(self.updates)
         while queued := self._queued():
             update = queued[0].owner
             fetching = update.param16.device.writer is not None or not update.param16.in_memory
             if not queued[0].ready or (fetching and not update.home.late):
                 break
             self._update(queued[0])
-            self.read_ahead.start(self._updates)
+            self.read_ahead.start(self.updates)
 
     def finish(self, indices: Iterable[int]) -> None:
         """Wait until these chunks are updated."""
@@ -170,60 +152,44 @@ class DiskOptimizerStep:
 
     def _update_until(self, ended: Callable[[], bool], first: Collection[int]) -> None:
         """Update pages in the order of the queue; begin with those of chunks `first` while others run."""
-        while self._updates and not ended():
+        while self.updates and not ended():
             interruption_point()
-            self.read_ahead.start(self._updates)
+            self.read_ahead.start(self.updates)
             queued = self._queued()
-            if queued and (queued[0].owner.index in first or not self._running):
+            if queued and (queued[0].owner.index in first or not self._queue.runs(on_disk=True)):
                 self.staging_pool.complete(queued[0])
                 if not queued[0].owner.home.late:
                     self.data.manager.ensure_in_memory(queued[0].owner.param16)
                     self.data.update_param_views()
                 self._update(queued[0])
-            elif self._running:
-                self._running.finish_first()
+            elif self._queue.runs(on_disk=True):
+                self._queue.finish_first(on_disk=True)
             else:
                 self.staging_pool.wait_for_buffers()
 
-    def finish_running(self) -> None:
-        """Wait for the updates that the worker thread runs; others stay deferred."""
-        self._running.finish()
-
     def cancel_running(self) -> None:
         """Cancel the updates of the worker thread that have not begun, and wait for the one that has."""
-        self._running.clear()
         for pages in self.staging_pool.live:
             if pages.update is not None:
+                self._queue.discard(pages.update)
                 pages.update.cancel()
 
     def _abort(self, error: BaseException) -> None:
         """Drop all queued updates, and reset their parameters to the rounded masters, updated or not."""
-        managed_params = [
-            managed
-            for update in self._updates
-            for managed in update.rules
-            if managed.state.update_pending or update.home.late
-        ]
-        for update in self._updates:
-            update.home.give_up(update.rules)
+        aborted = [update for update in self.updates if not update.home.speculative]
+        for update in self.updates:
+            update.given_up = True
             self._let_wait(update, None)
-        aborted, self._updates = self._updates, []
         self.cancel_running()
+        for update in aborted:
+            update.home.forget(update.rules)
         if self.data.manager.io_dispatch.failed is not None:
-            self._aborted += aborted
             self.staging_pool.live.clear()
             return
+        self._queue.updates = [update for update in self._queue.updates if update not in aborted]
         for pages in list(self.staging_pool.live):
             self.staging_pool.drop(pages)
-        for managed in managed_params:
-            self.data.ensure_local(managed)
-            self.data.give_up(managed)
-        if not managed_params:
-            return
-        error.add_note(
-            f"The optimizer step failed while updating {', '.join(managed.name for managed in managed_params)}. These "
-            f"parameters may be updated in part, and their gradients are lost. Load a checkpoint before training on."
-        )
+        give_up(self.data, [managed for update in aborted for managed in update.rules], error)
 
     def _queued(self) -> list[PageSet]:
         """Return the page sets that wait for their update, in order."""
@@ -232,7 +198,7 @@ class DiskOptimizerStep:
             for pages in self.staging_pool.live
             if pages.owner is not None and pages.update is None and not pages.updated
         ]
-        rank = {update: number for number, update in enumerate(self._updates)}
+        rank = {update: number for number, update in enumerate(self.updates)}
         return sorted(queued, key=lambda pages: (rank[pages.owner], pages.first))
 
     def _update(self, pages: PageSet) -> None:
@@ -255,11 +221,9 @@ class DiskOptimizerStep:
     def _spans(self, pages: PageSet) -> list[Span]:
         """Return what the update of a page set reads and writes, and count what it copies."""
         update, updates, page = pages.owner, self._host_updates, Page(pages.index, pages.first, pages.numel)
-        if update.param16.device.valid and not update.home.late:  # states are on the host
-            for managed in update.rules:
-                if (part := page.part(managed)) is not None:
-                    options = {"upload": not update.home.speculative, "by_kernel": updates is not None}
-                    update.home.count_transfers(managed, part.stop - part.start, **options)
+        for managed in update.rules:
+            if (part := page.part(managed)) is not None:  # states are on the host
+                update.home.count_transfers(managed, part.stop - part.start, by_kernel=updates is not None)
         in_order, lists = updates is not None and updates.waits_for_copies, self.staging_pool.views(pages)
         spans: list[Span] = update.home.spans(page, update.rules, lists, in_order)
         return spans
@@ -267,12 +231,12 @@ class DiskOptimizerStep:
     def _hold(self, pages: PageSet, updates: HostUpdates, spans: Sequence[Span]) -> None:
         """Start to update a page set on the worker thread, before whole chunks on the host: the disk is slower."""
         owner = pages.owner
-        chunks = owner.home.chunks(pages.index, pages.lists)
+        chunks = [chunk for chunk in owner.home.used(pages.index) if chunk not in pages.lists]
         pages.update = updates.start(spans, owner.scales, chunks, urgent=True)
         if any(span.rule.needs_shape for span in spans):
             pages.update.wait()  # while the device has room for its products of matrices
         self.staging_pool.keep_until(EndOfUpdate(pages.update, repr(owner.param16)))
-        self._running.add(pages.update, chunks, partial(self._finish, pages))
+        self._queue.run(owner, pages.update, owner.home.copies(chunks), partial(self._finish, pages))
 
     def _finish(self, pages: PageSet) -> None:
         """Wait for the update of a page set, and start to write it back."""
@@ -291,5 +255,5 @@ class DiskOptimizerStep:
         update.updated += 1
         if update.complete and not update.home.speculative:
             update.home.end(update.rules)
-            self._updates.remove(update)
+            self._queue.remove(update)
             self._let_wait(update, None)

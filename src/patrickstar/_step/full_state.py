@@ -57,6 +57,11 @@ class FullState:
             self.state.assign(managed, value)
             self.data.drop_gathered()
 
+    def follow_write(self, managed: ManagedParam, values: torch.Tensor | None = None) -> None:
+        """Update the master after an in-place write to a parameter by the user, of `values` if they are known."""
+        self._optimizer_step.before_write(managed.location.chunk)
+        self.data.on_in_place_write(managed, values)
+
     def _check_open(self, managed: ManagedParam) -> None:
         if self.data.closed:
             raise TrainingError(

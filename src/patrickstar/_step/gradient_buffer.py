@@ -1,17 +1,18 @@
 """Buffers of lock-free updates: sums of gradients that no update has used, and the newest parameters."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.update_rule import Gradient, Rule, Span
 from patrickstar._layout.schema import BUFFERED16, BUFFERED_GRAD
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
 from patrickstar._step.staging_pool import PageSet, StagingPool
-from patrickstar._step.update_home import WHOLE, Home, Page, Part, Rules
+from patrickstar._step.update import WHOLE, Home, Page, Part, Rules, Update
 from patrickstar._step.update_log import Pages, UpdateRecord
 from patrickstar._step.update_rules import UpdateRules
 from patrickstar._tiers.chunk import Chunk
@@ -30,8 +31,6 @@ class BufferedPage(Page):
     """First and last step whose gradients the last update has used."""
     updates: dict[ManagedParam, int] = field(default_factory=dict)
     """Number of updates of these elements, by parameter."""
-    queued: bool = False
-    """True while an update of the page is queued or runs."""
 
 
 class GradientBuffer(Home):
@@ -80,9 +79,9 @@ class GradientBuffer(Home):
         indices = [each for each in self._pages if each in self.data.by_chunk] if index is None else [index]
         return [page for each in indices for page in self.pages(each) if page.pending]
 
-    def queued(self, index: int) -> list[BufferedPage]:
-        """Return the pages of a chunk, which may have none, whose update is queued or runs."""
-        return [page for page in self._pages.get(index, ()) if page.queued]
+    def pages_in(self, updates: Iterable[Update]) -> list[BufferedPage]:
+        """Return the pages that updates have yet to update."""
+        return [self._page(each.index, page.first) for each in updates for page in each.pages[each.updated :]]
 
     def describe(self) -> Pages:
         """Return the pages as the log describes them, in the types that JSON has."""
@@ -180,13 +179,21 @@ class GradientBuffer(Home):
 
     # The home of updates
 
+    def target(self, index: int) -> Chunk:
+        """Return the chunk of the newest parameters."""
+        return self.data.manager[BUFFERED16, index]
+
+    def waiting(self, index: int) -> Chunk | None:
+        """Return None: whoever adds gradients ends the updates of the last step before."""
+        return None
+
+    def used(self, index: int) -> list[Chunk]:
+        """Return the chunks of masters and states, and of both buffers."""
+        return [*self.written(index), self.data.manager[BUFFERED_GRAD, index]]
+
     def lists(self, index: int) -> list[Chunk]:
         """Return the chunks of masters and states."""
         return self.data.state_chunks(index)
-
-    def chunks(self, index: int, lists: Collection[Chunk] = ()) -> list[Chunk]:
-        """Return the chunks of both buffers of an index."""
-        return [self.data.manager[kind, index] for kind in (BUFFERED16, BUFFERED_GRAD)]
 
     def span(self, managed: ManagedParam, rule: Rule, part: Part = WHOLE) -> Span:
         """Return the tensors of an update with the sums of a parameter."""
@@ -199,6 +206,32 @@ class GradientBuffer(Home):
         pending = self._page(page.index, page.first)
         rules = {managed: self._rule(pending, managed) for managed in pending.pending}
         return super().spans(page, rules, lists, in_order)
+
+    def whole(self, update: Update, *, beside: bool, waits: bool) -> list[Span]:
+        """Return the tensors of an update in memory, page by page."""
+        chunks = self.data.state_chunks(update.index)
+        states = ((page, {chunk.kind: chunk.flat(page.first, page.numel) for chunk in chunks}) for page in update.pages)
+        return [span for page, views in states for span in self.spans(page, {}, views)]
+
+    def compute(self, kernels: Kernels, spans: Sequence[Span], scales: Sequence[float]) -> None:
+        """Update at once, with copies of what is not on the tier of the states."""
+        for span in spans:
+            if span.master.device == span.param.device:
+                kernels.update([span], scales)
+                continue
+            grad = replace(span.grad, latest=span.grad.latest.to(span.master.device))
+            param = torch.empty_like(span.param, device=span.master.device)
+            kernels.update([replace(span, grad=grad, param=param)], scales)
+            span.param.copy_(param)
+            self.data.manager.count_transfer(span.grad.latest.nbytes, to_device=True)
+            self.data.manager.count_transfer(param.nbytes, to_device=False)
+
+    def finish(self, update: Update) -> None:
+        """Wait for an update in memory, and note it. Raises its error."""
+        if update.running is not None:
+            update.running.wait()
+        for page in update.pages:
+            self.note_update(update.index, page.first)
 
     def end_page(self, pages: PageSet, pool: StagingPool) -> None:
         """Start to write back a page set that has been updated, and note it."""
@@ -215,7 +248,6 @@ class GradientBuffer(Home):
         page.used = page.oldest, self.accepted[index]
         self.records.append(UpdateRecord(index, page.number, *page.used))
         page.pending.clear()
-        page.queued = False
 
     def forget_updates(self) -> None:
         """Forget which gradients the last updates have used: a flush has published their results."""
@@ -223,13 +255,12 @@ class GradientBuffer(Home):
             for page in pages:
                 page.used = (0, 0)
 
-    def give_up(self, rules: Iterable[ManagedParam]) -> None:
+    def forget(self, rules: Iterable[ManagedParam]) -> None:
         """Drop the gradients of parameters whose update has failed."""
         for managed in rules:
             self.renewed.discard(managed)
             for page, _ in self.pages_of(managed):
                 page.pending.pop(managed, None)
-                page.queued = False
 
     def _page(self, index: int, first: int) -> BufferedPage:
         pages = self.pages(index)

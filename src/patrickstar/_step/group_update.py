@@ -13,8 +13,7 @@ from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
 from patrickstar._params.tensor_subclass import managed_param_of
 from patrickstar._schedule.placement import Tier
-from patrickstar._step.failed_update import give_up
-from patrickstar._step.update_home import GradientList
+from patrickstar._step.update import GradientList, give_up
 from patrickstar._step.update_rules import UpdateRules
 from patrickstar._tiers.chunk import Chunk
 from patrickstar.optim import Optimizer
@@ -60,8 +59,7 @@ class GroupUpdate:
             try:
                 self._update(groups, trained, updated, scales)
             except BaseException as error:
-                if updated:
-                    give_up(self._data, updated, error)
+                give_up(self._data, updated, error)
                 raise
         self._reserve(trained)
 

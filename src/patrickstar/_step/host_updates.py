@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from patrickstar._hardware.transfer import Transfer
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.update_rule import Span
-from patrickstar._step.running_updates import UpdateGroup
 from patrickstar._step.streamed_update import StreamedUpdates
+from patrickstar._step.update_queue import UpdateGroup
 from patrickstar._tiers.chunk import Chunk
 
 

@@ -1,27 +1,20 @@
 """Lock-free updates: each page is updated once the disk has delivered its states (Angel-PTM §4.3, Algorithm 2)."""
 
 import copy
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from patrickstar._hardware.direct_io import PAGE_BYTES
 from patrickstar._hardware.sigint_gate import interruption_point
-from patrickstar._hardware.transfer import Transfer
-from patrickstar._kernels.dispatch import Kernels
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
-from patrickstar._step.disk_optimizer_step import DiskOptimizerStep
-from patrickstar._step.failed_update import give_up
 from patrickstar._step.gradient_buffer import BufferedPage, GradientBuffer, by_chunk
-from patrickstar._step.host_updates import HostUpdates
-from patrickstar._step.pages_in_memory import PagesInMemory
-from patrickstar._step.running_updates import RunningUpdates
+from patrickstar._step.update import Update, give_up
 from patrickstar._step.update_log import LoggedRun, UpdateLog, UpdateRecord
 from patrickstar._step.update_rules import UpdateRules
+from patrickstar._step.updates import Updates
 from patrickstar._tiers.chunk import Chunk
 from patrickstar.config import LockFree
 from patrickstar.errors import TrainingError
@@ -51,45 +44,19 @@ from patrickstar.optim import Optimizer
 # equal to the largest, so that checkpoints have one.
 
 
-@dataclass(eq=False)
-class _HostUpdate:
-    """Update of a chunk whose states are on the host, beside operators of an accelerator."""
-
-    running: Transfer
-    pages: Sequence[BufferedPage]
-
-
 class LockFreeUpdates:
-    """Updates of pages at the speed of the disk. See [Note: lock-free updates].
-
-    Args:
-        host_updates: Updates on the host beside operators; None on a CPU.
-        running: Updates in progress, to which those of states on the host are added.
-        disk_step: Updates of states on disk; None without a disk.
-    """
+    """Updates of pages at the speed of the disk. See [Note: lock-free updates]."""
 
     def __init__(
-        self,
-        data: ModelData,
-        optimizer: Optimizer,
-        update_rules: UpdateRules,
-        kernels: Kernels,
-        host_updates: HostUpdates | None,
-        running: RunningUpdates,
-        disk_step: DiskOptimizerStep | None,
-        options: LockFree,
+        self, data: ModelData, optimizer: Optimizer, update_rules: UpdateRules, updates: Updates, options: LockFree
     ) -> None:
         self.data = data
         self.options = options
         self.staleness: tuple[float, int] = (0.0, 0)
         """Gradients that the parameters of the present forward lack: mean over elements, and maximum."""
-        self._host_updates = host_updates
-        self._running, self._disk_step = running, disk_step
+        self._updates = updates
         self._by_pages = all(rule.by_pages for rule in optimizer.default_rules())
         self.buffer = GradientBuffer(data, update_rules, self._page_numel)
-        self._in_memory = PagesInMemory(data, kernels, self.buffer)
-        self._on_host: dict[int, _HostUpdate] = {}
-        data.before_write = self._queue_again
         self._replay = None if options.replay is None else LoggedRun(options.replay)
         self._log: UpdateLog | None = None
         self._in_progress = False
@@ -122,9 +89,10 @@ class LockFreeUpdates:
     def begin_step(self, step: int) -> None:
         """Begin a step: end the updates that run, and those that may not wait any longer. Raises TrainingError."""
         self._end_running()
-        for index in list(self._on_host):
+        for update in self._queued():
             interruption_point()
-            self._end_or_withdraw(index, step)
+            if update.running is not None:
+                self._end_or_withdraw(update, step)
         if self._in_progress:
             return  # it goes on after an interruption
         if self._replay is not None:
@@ -139,10 +107,14 @@ class LockFreeUpdates:
         self._group_options.clear()
         self.buffer.step, self._in_progress = step, True
 
+    def _queued(self, index: int | None = None) -> list[Update]:
+        """Return the updates, of one chunk or of all, that are queued or run."""
+        queued = [update for update in self._updates.queue.updates if update.home is self.buffer]
+        return [update for update in queued if index is None or update.index == index]
+
     def _end_running(self) -> None:
         """End the updates of pages from disk that have begun."""
-        if self._disk_step is not None:
-            self._disk_step.finish_running()
+        self._updates.queue.finish(on_disk=True)
 
     def _is_overdue(self, page: BufferedPage, step: int) -> bool:
         """Return whether the forward after a step may not lack the gradients of a page."""
@@ -156,12 +128,13 @@ class LockFreeUpdates:
                 self._update_all({index: overdue})
                 continue
             on_disk += overdue
-            if missing := [page for page in overdue if not page.queued]:  # an interrupted step has not queued them
-                self._start(index, missing)
+            queued = self.buffer.pages_in(self._queued(index))
+            if missing := [page for page in overdue if page not in queued]:  # an interrupted step has not queued them
+                self._updates.start(self._update(index, missing))
         if on_disk:
-            assert self._disk_step is not None, "without a disk all chunks are in memory"
+            assert self._updates.disk is not None, "without a disk all chunks are in memory"
             late = {page.index for page in on_disk}
-            self._disk_step.finish_pages(late, lambda: not any(page.pending for page in on_disk))
+            self._updates.disk.finish_pages(late, lambda: not any(page.pending for page in on_disk))
 
     def accept(
         self, index: int, groups: Mapping[ManagedParam, Mapping[str, Any] | None], scales: Sequence[float]
@@ -180,14 +153,16 @@ class LockFreeUpdates:
                 used = [record for record in self._replay.at(self.buffer.step) if record.last == self.buffer.step]
                 self._repeat([record for record in used if record.chunk == index])
             elif self._updates_in_step(index):
-                self._in_memory.update(index, self.buffer.pending(index))
+                self._updates.run(self._update(index, self.buffer.pending(index)))
             for managed in self.data.by_chunk[index]:
                 if managed in self.buffer.renewed:
                     self.buffer.renew(managed)
                     torch.autograd.graph.increment_version(managed.param)
         except BaseException as error:
             self.withdraw_from_disk(index)
-            self._give_up({*nonempty, *self.buffer.rules(self.buffer.pending(index))}, error)
+            failed = {*nonempty, *self.buffer.rules(self.buffer.pending(index))}
+            self.buffer.forget(failed)
+            give_up(self.data, failed, error)
             raise
         self.data.update_param_views()
 
@@ -211,7 +186,7 @@ class LockFreeUpdates:
     def _updates_in_step(self, index: int) -> bool:
         """Return whether the states of a chunk are updated in the step."""
         states = self.data.state_chunks(index)[0]
-        return states.in_memory and (self._host_updates is None or states.device.valid)
+        return states.in_memory and (self._updates.host is None or states.device.valid)
 
     def end_step(self) -> None:
         """End a step: queue the updates of its gradients, and log those that its parameters contain."""
@@ -234,72 +209,35 @@ class LockFreeUpdates:
 
     def _queue(self) -> None:
         first_use = self.data.tracer.trace.first_use
-        waiting = by_chunk(page for page in self.buffer.pending() if not page.queued)
+        queued = set(self.buffer.pages_in(self._queued()))
+        waiting = by_chunk(page for page in self.buffer.pending() if page not in queued)
         for index in sorted(waiting, key=lambda each: (min(p.oldest for p in waiting[each]), -first_use(each))):
-            self._start(index, waiting[index])
+            self._updates.start(self._update(index, waiting[index]))
 
-    def _start(self, index: int, pages: Sequence[BufferedPage]) -> None:
-        """Start or queue the update of some pages of a chunk."""
-        for page in pages:
-            page.queued = True
-        if not self.data.state_chunks(index)[0].in_memory:
-            self._submit(index, pages)
-            return
-        assert self._host_updates is not None, "states in memory are updated in the step"
-        rules, used = self.buffer.rules(pages), [*self.data.state_chunks(index), *self.buffer.chunks(index)]
-        try:
-            running = self._host_updates.start(self._in_memory.spans(index, pages), (), used)
-        except BaseException as error:
-            self._give_up(rules, error)
-            raise
-        self._in_memory.mark_written(index)
-        self._on_host[index] = _HostUpdate(running, pages)
-        self._running.add(running, used, partial(self._end_on_host, index))
+    def _update(self, index: int, pages: Sequence[BufferedPage]) -> Update:
+        """Return the update of some pages of a chunk with the gradients that they have."""
+        return Update(index, self.buffer.rules(pages), (), self.buffer, pages)
 
-    def _submit(self, index: int, pages: Sequence[BufferedPage]) -> None:
-        assert self._disk_step is not None, "without a disk all chunks are in memory"
-        ranges = [(page.first, page.numel) for page in pages]
-        self._disk_step.submit(index, self.buffer.rules(pages), (), self.buffer, ranges)
-
-    def _end_on_host(self, index: int) -> None:
-        """Wait for the update of a chunk whose states are on the host."""
-        update = self._on_host.pop(index)
-        try:
-            update.running.wait()
-        except BaseException as error:
-            update.running.cancel()
-            self._give_up(self.buffer.rules(update.pages), error)
-            raise
-        for page in update.pages:
-            self.buffer.note_update(index, page.first)
-
-    def _end_or_withdraw(self, index: int, step: int) -> None:
+    def _end_or_withdraw(self, update: Update, step: int) -> None:
         """End the update of a chunk whose states are on the host, or withdraw it if it has not begun and may wait."""
-        update = self._on_host[index]
-        overdue = any(self._is_overdue(page, step) for page in update.pages)
-        if not overdue and update.running.withdraw():
-            self._running.discard(update.running)
-            del self._on_host[index]
-            for page in update.pages:
-                page.queued = False
+        overdue = any(self._is_overdue(page, step) for page in self.buffer.pages_in([update]))
+        if not overdue and update.running is not None and update.running.withdraw():
+            self._updates.queue.remove(update)
         else:
-            self._running.finish_one(update.running)
+            self._updates.finish(update)
 
     def withdraw_from_disk(self, index: int) -> None:
         """Withdraw the queued updates of a chunk whose states are about to move."""
-        if self._disk_step is None:
-            return
-        for update in self._disk_step.buffered(index):
-            self._disk_step.remove(update)
-        for page in self.buffer.pages(index):
-            page.queued = False
+        for update in self._queued(index):
+            if update.lists and self._updates.disk is not None:
+                self._updates.disk.remove(update)
 
-    def _queue_again(self, index: int) -> None:
+    def before_write(self, index: int) -> None:
         """Let the queued pages of a chunk be read again, since the caller will write them."""
-        waiting = self.buffer.queued(index)
+        waiting = self.buffer.pages_in(self._queued(index))
         if waiting and not self.data.state_chunks(index)[0].in_memory:
             self.withdraw_from_disk(index)
-            self._start(index, waiting)
+            self._updates.start(self._update(index, sorted(waiting, key=lambda page: page.first)))
 
     # Updates at once
 
@@ -326,28 +264,22 @@ class LockFreeUpdates:
         on_disk = []
         for index, pages in pages_by_chunk.items():
             self.data.before_update(index)
-            if self.data.state_chunks(index)[0].in_memory:
-                rules = self.buffer.rules(pages)
-                try:
-                    self._in_memory.update(index, pages)
-                except BaseException as error:
-                    self._give_up(rules, error)
-                    raise
-            else:
-                on_disk.append(index)
-                self._submit(index, sorted(pages, key=lambda page: page.first))
-        if on_disk:
-            assert self._disk_step is not None, "without a disk all chunks are in memory"
-            self._disk_step.finish(on_disk)
+            if not self.data.state_chunks(index)[0].in_memory:
+                pages = sorted(pages, key=lambda page: page.first)
+            update = self._update(index, pages)
+            self._updates.start(update, beside=False)
+            on_disk += [index] if update.lists else []
+        if on_disk and self._updates.disk is not None:
+            self._updates.disk.finish(on_disk)
 
     # The end of staleness
 
     def complete(self) -> None:
         """Make all updates for which there are gradients."""
-        if self._disk_step is not None:
-            self._disk_step.finish_all()
-        for update in list(self._on_host.values()):
-            self._running.finish_one(update.running)
+        if self._updates.disk is not None:
+            self._updates.disk.finish_all()
+        for update in self._queued():
+            self._updates.finish(update)
         self._update_all(by_chunk(self.buffer.pending()))
 
     def publish_all(self) -> None:
@@ -382,9 +314,3 @@ class LockFreeUpdates:
         if self._log is not None:
             self._write_log(flush=True)
             self._log.close(self.buffer.describe())
-
-    def _give_up(self, failed: Collection[ManagedParam], error: BaseException) -> None:
-        """Drop the gradients of parameters whose update has failed."""
-        if failed:
-            self.buffer.give_up(failed)
-            give_up(self.data, failed, error)

@@ -39,7 +39,6 @@ class OptimizerInBackward:
     def begin(self, groups: Mapping[ManagedParam, Mapping[str, Any]]) -> None:
         """Start to update complete chunks, with the current hyper-parameters of the groups."""
         self._groups = groups
-        self.data.updaters.add(id(self))
         self._hyper_parameters = hyper_parameters(groups.values())
 
     def check_inactive(self, operation: str) -> None:
@@ -52,7 +51,7 @@ class OptimizerInBackward:
 
     def on_gradient_ready(self, managed: ManagedParam) -> None:
         """Record a complete gradient; its chunk is complete once all its traced trainable parameters are."""
-        if self._groups is None and not self.speculation.active:
+        if self._groups is None and self.speculation.assumption is None:
             return
         index = managed.location.chunk
         expected = [other for other in self.data.by_chunk[index] if other.observed and other.param.requires_grad]
@@ -73,7 +72,8 @@ class OptimizerInBackward:
 
     def progress(self) -> None:
         """Update the complete chunks that no operator uses."""
-        self.speculation.progress()
+        if self.speculation.assumption is not None:
+            self.speculation.progress()
         if self._groups is None or not self._complete:
             return
         for index in sorted(self._complete):
@@ -108,8 +108,8 @@ class OptimizerInBackward:
         self._end()
 
     def _end(self) -> None:
-        self.data.updaters.discard(id(self))
-        self._groups, self._hyper_parameters, self._complete = None, [], set()
+        self._groups = None
+        self._hyper_parameters, self._complete = [], set()
 
 
 def hyper_parameters(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

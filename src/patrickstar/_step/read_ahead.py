@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from patrickstar._params.model_data import ModelData
-from patrickstar._step.disk_update import DiskUpdate
 from patrickstar._step.staging_pool import StagingPool
+from patrickstar._step.update import Page, Update
 
 # [Note: expected updates]
 # Updates run in the same order in each step. So staging buffers that the queued updates do not need are filled
@@ -22,21 +22,21 @@ class ReadAhead:
         """Read pages before an update waits for them."""
         self.reads_expected = True
         """Read pages of updates that are expected, while no update needs the buffers."""
-        self.expected: dict[int, list[tuple[int, int]]] = {}
+        self.expected: dict[int, Sequence[Page]] = {}
         """Pages by chunk index, in the order in which the updates were last submitted."""
 
-    def expect(self, update: DiskUpdate) -> None:
+    def expect(self, update: Update) -> None:
         """Expect the pages of an update to be updated in the next step in the order of these calls."""
         earlier = {chunk: expected for chunk, expected in self.expected.items() if chunk != update.index}
         self.expected = earlier | {update.index: update.pages}
 
-    def start(self, updates: Sequence[DiskUpdate]) -> None:
+    def start(self, updates: Sequence[Update]) -> None:
         """Start to read as many pages as the pool has buffers for: of queued updates, then of expected ones."""
         self.staging_pool.collect()
         for update in updates:
             requested = {pages.first for pages in self.staging_pool.live if pages.owner is update}
-            for first, numel in update.pages[update.updated :]:
-                if first not in requested and not self._start_read(update, first, numel):
+            for page in update.pages[update.updated :]:
+                if page.first not in requested and not self._start_read(update, page):
                     return
                 if not self.enabled:
                     return
@@ -44,8 +44,9 @@ class ReadAhead:
         if self.enabled and self.reads_expected and final:
             self._read_expected(updates)
 
-    def _start_read(self, update: DiskUpdate, first: int, numel: int) -> bool:
+    def _start_read(self, update: Update, page: Page) -> bool:
         """Start to read one page of an update, or reuse a speculative read; return False if no buffer is free."""
+        first, numel = page.first, page.numel
         speculative = [pages for pages in self.staging_pool.live if pages.owner is None]
         pages = next((pages for pages in speculative if (pages.index, pages.first) == (update.index, first)), None)
         if pages is not None and not pages.is_current(update.lists):
@@ -68,7 +69,7 @@ class ReadAhead:
         pages.owner = update
         return True
 
-    def _read_expected(self, updates: Sequence[DiskUpdate]) -> None:
+    def _read_expected(self, updates: Sequence[Update]) -> None:
         """Start to read pages of expected updates."""
         pending = {update.index for update in updates if not update.home.speculative}
         speculative = {update.index for update in updates if update.home.speculative}
@@ -79,6 +80,7 @@ class ReadAhead:
             lists = self.data.state_chunks(index) if index in self.data.by_chunk else []
             if not lists or index in speculative or any(chunk.in_memory for chunk in lists):
                 continue
-            for first, numel in expected:
-                if (index, first) not in known and self.staging_pool.start_read(lists, first, numel) is None:
+            for page in expected:
+                read = (index, page.first) in known
+                if not read and self.staging_pool.start_read(lists, page.first, page.numel) is None:
                     return

@@ -2,16 +2,15 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-from patrickstar._kernels.update_rule import Rule
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
-from patrickstar._step.disk_speculation import DiskSpeculation
-from patrickstar._step.host_speculation import HostSpeculation
+from patrickstar._step.disk_speculation import DiskSpeculation, SparePages
+from patrickstar._step.host_speculation import HostSpeculation, SpareBlocks
 from patrickstar._step.optimizer_step import OptimizerStep
+from patrickstar._step.update import InPlace, SpareHome, Update
 from patrickstar._step.update_rules import GroupOf
-from patrickstar._tiers.chunk import Chunk
 
 # [Note: speculation]
 # Clipping, loss scaling and the caller's choices are known at `optimizer.step()` only. During backward a chunk whose
@@ -32,43 +31,8 @@ from patrickstar._tiers.chunk import Chunk
 # is assumed until one has decided as assumed again.
 
 
-class Speculator(Protocol):
-    """Speculative updates of the chunks of one tier."""
-
-    @property
-    def capacity(self) -> int:
-        """Number of updates that may be started now; others wait, since a chunk that is completed later goes first."""
-
-    def accepts(self, inputs: Sequence[Chunk]) -> bool:
-        """Return whether it can update a chunk, which reads these: `param16`, masters and states, sums of gradients."""
-
-    def keep(self, index: int) -> bool:
-        """Return whether there is an update of this chunk to be committed, and keep its results if so."""
-
-    def start(
-        self, index: int, rules: Mapping[ManagedParam, Rule], scales: Sequence[float], inputs: Sequence[Chunk]
-    ) -> bool:
-        """Start to update a chunk. Return False if that is not possible."""
-
-    def drop(self, index: int) -> None:
-        """Drop the update of a chunk, if it is still here."""
-
-    def commit(self, index: int) -> None:
-        """Make the results of an update those of the step: now, or once it has ended."""
-
-
-@dataclass(frozen=True)
-class _Started:
-    """Update that was started, and what it has read."""
-
-    speculator: Speculator
-    rules: Mapping[ManagedParam, Rule]
-    inputs: Sequence[Chunk]
-    versions: Sequence[int]
-
-
 @dataclass
-class _Assumption:
+class Assumption:
     """Assumptions of a backward about its step."""
 
     group_of: GroupOf
@@ -87,17 +51,18 @@ class Speculation:
         self._optimizer_step = optimizer_step
         self._host: HostSpeculation | None = None
         self._disk: DiskSpeculation | None = None
-        self._speculators: list[Speculator] = []
+        self._speculators: list[HostSpeculation | DiskSpeculation] = []
         if enabled and optimizer_step.together is None:
-            if optimizer_step.host_updates is not None:
-                self._host = HostSpeculation(data, optimizer_step, optimizer_step.host_updates)
+            if optimizer_step.updates.host is not None:
+                self._host = HostSpeculation(data, optimizer_step.updates, optimizer_step.updates.host)
                 self._speculators.append(self._host)
             # Shards of parameters are never on disk, where updates of states on disk would write them.
-            if optimizer_step.disk_step is not None and data.world.size == 1:
-                self._disk = DiskSpeculation(data, optimizer_step.disk_step)
+            if optimizer_step.updates.disk is not None and data.world.size == 1:
+                self._disk = DiskSpeculation(data, optimizer_step.updates.disk)
                 self._speculators.append(self._disk)
-        self._assumption: _Assumption | None = None
-        self._started: dict[int, _Started] = {}
+        self._in_place = InPlace(data)
+        self.assumption: Assumption | None = None
+        """What a backward that updates chunks assumes."""
         self._confident = False
         """True if the last step decided as its backward assumed or would have."""
         self._scales: Sequence[float] = ()
@@ -113,9 +78,12 @@ class Speculation:
         return bool(self._speculators)
 
     @property
-    def active(self) -> bool:
-        """True while a backward updates chunks."""
-        return self._assumption is not None
+    def _undecided(self) -> dict[Update, SpareBlocks | SparePages]:
+        """Updates that the step decides on, with their homes."""
+        pairs = ((update, update.home) for update in self._optimizer_step.updates.queue.updates)
+        return {
+            update: home for update, home in pairs if isinstance(home, SpareBlocks | SparePages) and home.speculative
+        }
 
     def begin(
         self, groups: Callable[[], Mapping[ManagedParam, Mapping[str, Any]]], options: Any, scales: Sequence[float]
@@ -130,37 +98,36 @@ class Speculation:
         self.cancel()
         self._scales, self._options = scales, options
         if self._confident and self.data.backwards_in_step == self._backwards:
-            self._assumption = _Assumption(groups().get, scales)
-            self.data.updaters.add(id(self))
+            self.assumption = Assumption(groups().get, scales)
             if self._host is not None:
                 self._host.begin()
 
     def add(self, index: int) -> None:
         """Add a chunk whose gradients are complete."""
-        if self._assumption is not None:
-            passed_over = self._assumption.passed_over
+        if self.assumption is not None:
+            passed_over = self.assumption.passed_over
             needs_spare_block = self._host is not None and self.data.state_chunks(index)[0].in_memory
             skips = needs_spare_block and len(passed_over) < self._passed_over
-            (passed_over if skips else self._assumption.candidates).append(index)
+            (passed_over if skips else self.assumption.candidates).append(index)
 
     def progress(self) -> None:
         """Start updates of complete chunks."""
-        if self._assumption is None:
+        if self.assumption is None:
             return
-        if self._host is not None and self._host.withdrawn:
-            self._assumption.candidates[:0] = self._host.withdrawn
-            self._host.withdrawn.clear()
-        if self._assumption.candidates:
-            self._start(self._assumption)
+        if self._host is not None and self._host.memory.withdrawn:
+            self.assumption.candidates[:0] = self._host.memory.withdrawn
+            self._host.memory.withdrawn.clear()
+        if self.assumption.candidates:
+            self._start(self.assumption)
 
-    def _start(self, assumption: _Assumption) -> None:
+    def _start(self, assumption: Assumption) -> None:
         capacity = {speculator: speculator.capacity for speculator in self._speculators}
         for index in assumption.candidates[::-1]:
             if max(capacity.values()) <= 0:
                 return
             if not self.data.gradients_are_reduced(index):
                 continue
-            inputs = self._inputs(index)
+            inputs = self._in_place.used(index)
             speculator = next((each for each in self._speculators if each.accepts(inputs)), None)
             if speculator is None:
                 assumption.candidates.remove(index)
@@ -175,15 +142,8 @@ class Speculation:
                 continue
             self.data.manager.transfers.complete(inputs[0])
             self.data.update_param_views()
-            if inputs[0].in_memory and speculator.start(index, rules, assumption.scales, inputs):
-                versions = [chunk.version for chunk in inputs]
-                self._started[index] = _Started(speculator, rules, inputs, versions)
+            if inputs[0].in_memory and speculator.start(index, rules, assumption.scales):
                 capacity[speculator] -= 1
-
-    def _inputs(self, index: int) -> list[Chunk]:
-        """Return the chunks that an update reads."""
-        param16 = self.data.by_chunk[index][0].shard_chunk
-        return [param16, *self.data.state_chunks(index), *self.data.gradient_sums(index)]
 
     # The step
 
@@ -196,24 +156,24 @@ class Speculation:
             scales: Factors of the gradients, with those of clipping.
             overflow: The step is skipped.
         """
-        assumption, self._assumption = self._assumption, None
-        self.data.updaters.discard(id(self))
+        assumption, self.assumption = self.assumption, None
         counters, decided = self.data.manager.counters, not overflow and _effective(scales) == _effective(self._scales)
-        started, self._started = self._started, {}
-        for index in sorted(started, key=self.data.tracer.trace.first_use):
-            update = started[index]
-            valid = decided and self._is_valid(index, update, group_of)
-            confirmed = valid and update.speculator.keep(index)
+        undecided = self._undecided
+        last = {update.index: update for update in undecided}  # one that was put off may have been started again
+        for index in sorted(last, key=self.data.tracer.trace.first_use):
+            update, home = last[index], undecided[last[index]]
+            valid = decided and self._is_valid(update, home, group_of)
+            confirmed = valid and home.keep(update)
             counters.speculated += confirmed or not valid
             if confirmed:
                 counters.speculation_hits += 1
-                self.data.before_update(index)
-                self._optimizer_step.note_order(index)
+                self._optimizer_step.before_update(index)
                 for managed in update.rules:
                     managed.begin_update()
-                update.speculator.commit(index)
+                home.commit(update)
             else:
-                update.speculator.drop(index)
+                home.drop(update)
+        self._drop()
         self._confident = decided and options == self._options
         self._backwards = self.data.backwards_in_step
         if self._disk is not None:
@@ -224,21 +184,22 @@ class Speculation:
                 passed_over = assumption.passed_over
                 self._passed_over = len(passed_over) + replaced - self._host.room(passed_over)
 
-    def _is_valid(self, index: int, update: _Started, group_of: GroupOf) -> bool:
+    def _is_valid(self, update: Update, home: SpareHome, group_of: GroupOf) -> bool:
         """Return whether an update has read what the step would read, and used the rules that the step would use."""
-        inputs = self._inputs(index)
-        return (
-            list(update.inputs) == inputs
-            and list(update.versions) == [chunk.version for chunk in inputs]
-            and self._optimizer_step.rules.next(self.data.by_chunk[index], group_of) == update.rules
+        managed_params = self.data.by_chunk[update.index]
+        return home.reads_present(update.index) and (
+            self._optimizer_step.rules.next(managed_params, group_of) == update.rules
         )
 
     def cancel(self) -> None:
         """Drop all updates."""
-        self.data.updaters.discard(id(self))
-        self._assumption, started, self._started = None, self._started, {}
-        for index, update in started.items():
-            update.speculator.drop(index)
+        self.assumption = None
+        self._drop()
+
+    def _drop(self) -> None:
+        for update, home in self._undecided.items():
+            home.drop(update)
+            self._optimizer_step.updates.queue.remove(update)
 
 
 def _effective(scales: Iterable[float]) -> list[float]:

@@ -15,7 +15,7 @@ from patrickstar._hardware.transfer import Transfer
 from patrickstar._hardware.worker_pool import WorkerPool
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.update_rule import Span, joined
-from patrickstar._step.running_updates import UpdateGroup
+from patrickstar._step.update_queue import UpdateGroup
 from patrickstar._tiers.host_tier import HostTier
 
 # [Note: updates beside an accelerator]

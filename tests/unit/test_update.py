@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from patrickstar._layout.schema import DELAYED16, GRAD32, PARAM16, PARAM32
-from patrickstar._step.update_home import DelayedList, InPlace, Page, SparePages
+from patrickstar._step.disk_speculation import SparePages
+from patrickstar._step.update import DelayedList, InPlace, Page
 
 RULE: Any = None
 FIRST, NUMEL = 3, 6
@@ -50,7 +51,9 @@ def data(managed: Param) -> Any:
     """Return model data whose chunk of masters is on a page, and whose other lists are in memory."""
     chunks = {(DELAYED16, 0): chunk(2), (GRAD32, 0): chunk(3)}
     by_chunk = {0: [SimpleNamespace(shard_chunk=Stub(version=1, in_memory=True))]}
-    return SimpleNamespace(manager=chunks, by_chunk=by_chunk, gradient_sums=lambda index: [])
+    return SimpleNamespace(
+        manager=chunks, by_chunk=by_chunk, gradient_sums=lambda index: [], state_chunks=lambda index: []
+    )
 
 
 def span(home: Any, managed: Param, **more: torch.Tensor) -> dict[str, list[float]]:
@@ -96,12 +99,12 @@ def test_in_place_accumulated_gradients_are_added(data, managed, overlays, on_pa
 
 
 def test_in_spare_pages_the_new_parameter_leaves_the_gradient(data, managed):
-    found = span(SparePages(data, 0), managed, **{PARAM16: chunk(7)[4:8]})
+    found = span(SparePages(data, 0, None), managed, **{PARAM16: chunk(7)[4:8]})
     assert found == {"param": elements(7), "grad": elements(1), "master": elements(9)}
 
 
 def test_results_in_spare_pages_are_current_while_the_gradients_have_not_changed(data):
-    home = SparePages(data, 0)
+    home = SparePages(data, 0, None)
     assert home.is_current
     data.by_chunk[0][0].shard_chunk.version += 1
     assert not home.is_current
