@@ -7,7 +7,6 @@ import torch
 
 from patrickstar._autograd.engine_lock import EngineLock
 from patrickstar._params.managed_param import ManagedParam
-from patrickstar._params.model_data import ModelData
 from patrickstar._params.modes import managing
 from patrickstar._params.row_gradient import RowGradient
 from patrickstar._step.gradients import Gradients
@@ -24,7 +23,7 @@ class GradientHooks:
     """Moves gradients that autograd has completed into the chunks of one engine."""
 
     def __init__(self, gradients: Gradients, optimizer_in_backward: OptimizerInBackward, lock: EngineLock) -> None:
-        self.data: ModelData = gradients.data
+        self.shards, self.sharing = gradients.shards, gradients.sharing
         self.lock = lock
         self.optimizer_in_backward = optimizer_in_backward
         self.gradients = gradients
@@ -86,7 +85,7 @@ class GradientHooks:
                     f"gradients only: call its operator with sparse=False"
                 )
             if managed.on_host and managed.stays_on_host:
-                self.data.manager.count_transfer(managed.lookups_in_graph_bytes, to_device=False)
+                self.shards.manager.count_transfer(managed.lookups_in_graph_bytes, to_device=False)
                 managed.lookups_in_graph_bytes = 0
             self._accept(managed, grad)
 
@@ -114,6 +113,6 @@ class GradientHooks:
         if self.gradients.is_zero(managed):
             grad = grad.to_dense() + 0  # which makes a negative zero positive
         self.optimizer_in_backward.optimizer_step.complete((managed,))
-        self.data.accept_gradient(managed, grad)
+        self.sharing.accept_gradient(managed, grad)
         if complete:
             self.optimizer_in_backward.on_gradient_ready(managed)

@@ -3,7 +3,6 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Protocol
 
 import torch
 
@@ -13,30 +12,7 @@ from patrickstar._distributed.rank_group import RankGroup
 from patrickstar._hardware.transfer import Transfer
 from patrickstar._layout.chunk_mapping import ChunkSpec
 from patrickstar._layout.schema import SHARD16
-from patrickstar._tiers.chunk import Chunk
 from patrickstar._tiers.transfer_counters import TransferCounters
-
-
-class ShardOwner(Protocol):
-    """Owner of this process's shards of chunks."""
-
-    manager: ChunkManager
-
-    def parameters(self, index: int) -> torch.Tensor:
-        """Return the `param16` shard of a chunk that this process owns, on its current tier."""
-
-    def begin_reduction(self, index: int, contributes: bool) -> tuple[torch.Tensor | None, torch.Tensor, Chunk]:
-        """Prepare the reduction of a chunk's gradients.
-
-        Return this process's gradients of the whole chunk, zero where missing (None if it contributes none); the target
-        for the sum of its shard; and the chunk that holds the target.
-        """
-
-    def fits_host(self, chunk: Chunk) -> bool:
-        """Return whether a chunk's gradients on the device can be moved to the host."""
-
-    def move_gradients_to_host(self, chunk: Chunk, reduction: Transfer) -> None:
-        """Copy a chunk's gradients to the host, until their reduction, which reads them there."""
 
 
 class Transport(ABC):
@@ -55,8 +31,12 @@ class Transport(ABC):
         self.collectives, self.counters = collectives, counters
 
     @abstractmethod
+    def reads_shard(self, ranks: Sequence[int], refresh: bool) -> bool:
+        """Return whether a gather reads this process's `param16` shard, which then has to hold the parameters."""
+
+    @abstractmethod
     def gather(
-        self, owner: ShardOwner, whole: torch.Tensor | None, ranks: Sequence[int], refresh: bool
+        self, manager: ChunkManager, whole: torch.Tensor | None, ranks: Sequence[int], refresh: bool
     ) -> Transfer | None:
         """Start to gather the chunk on these ranks, on this one into `whole`.
 
@@ -105,20 +85,24 @@ class FlatTransport(Transport):
         self.group, self.members, self.elsewhere = group, members, elsewhere
         self.alone = group.size == 1
 
+    def reads_shard(self, ranks: Sequence[int], refresh: bool) -> bool:
+        return bool(self._among(ranks))
+
     def gather(
-        self, owner: ShardOwner, whole: torch.Tensor | None, ranks: Sequence[int], refresh: bool
+        self, manager: ChunkManager, whole: torch.Tensor | None, ranks: Sequence[int], refresh: bool
     ) -> Transfer | None:
         group, bounds, targets = self.group, self.bounds, self._among(ranks)
         if not targets:
             return None
-        own = owner.parameters(self.index)
+        shard = manager[SHARD16, self.index]
+        own = shard.current(shard.whole)
         if whole is not None:
             self.counters.h2d_bytes += own.nbytes
         self.counters.gathered_bytes += own.nbytes * (len(targets) - (whole is not None))
         self.counters.inter_replica_gathered_bytes += own.nbytes * len(set(targets) & set(self.elsewhere))
         if whole is not None and len(targets) == group.size:
             gathering = self.collectives.all_gather(group, own, whole, bounds)
-            keep_shard(owner.manager, self.index, gathering)
+            keep_shard(manager, self.index, gathering)
         else:
             gathering = self.collectives.gather_to(group, own, whole, bounds, targets)
             gathering.wait()  # the source may change as soon as this process continues

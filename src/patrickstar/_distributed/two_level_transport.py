@@ -4,12 +4,13 @@ from collections.abc import Sequence
 
 import torch
 
+from patrickstar._chunks.chunk_manager import ChunkManager
 from patrickstar._distributed.collectives import Collectives, Levels, sum_dtype
 from patrickstar._distributed.rank_group import RankGroup
-from patrickstar._distributed.transport import ShardOwner, Transport, keep_shard
+from patrickstar._distributed.transport import Transport, keep_shard
 from patrickstar._hardware.transfer import Transfer
 from patrickstar._layout.chunk_mapping import ChunkSpec
-from patrickstar._layout.schema import NODE16
+from patrickstar._layout.schema import NODE16, SHARD16
 from patrickstar._tiers.transfer_counters import TransferCounters
 
 # [Note: two levels of transport]
@@ -41,16 +42,19 @@ class TwoLevelTransport(Transport):
         self.group, self.levels = group, levels
         self.stale = True
 
+    def reads_shard(self, ranks: Sequence[int], refresh: bool) -> bool:
+        return refresh and bool(self.levels.part_bounds(self.bounds)[-1])
+
     def gather(
-        self, owner: ShardOwner, whole: torch.Tensor | None, ranks: Sequence[int], refresh: bool
+        self, manager: ChunkManager, whole: torch.Tensor | None, ranks: Sequence[int], refresh: bool
     ) -> Transfer | None:
         shard = self.levels.shard
         if refresh:
-            self._refresh(owner)
+            self._refresh(manager)
         targets = self._in_replica(ranks)
         if not targets:
             return None
-        node = owner.manager[NODE16, self.index]
+        node = manager[NODE16, self.index]
         own = node.flat_on_host(0, node.numel)
         if whole is not None:
             self.counters.h2d_bytes += own.nbytes
@@ -63,21 +67,21 @@ class TwoLevelTransport(Transport):
         node.host.reader = gathering
         return gathering
 
-    def _refresh(self, owner: ShardOwner) -> None:
+    def _refresh(self, manager: ChunkManager) -> None:
         """Exchange the parts of this replica's shard with the other replicas."""
         self.stale = False
-        node = owner.manager[NODE16, self.index]
+        node, shard, replicate = manager[NODE16, self.index], manager[SHARD16, self.index], self.levels.replicate
         if not node.numel:
             return
-        part, replicate = owner.parameters(self.index), self.levels.replicate
-        owner.manager.transfers.settle(node)  # earlier gathers have read it
+        part = shard.current(shard.whole)
+        manager.transfers.settle(node)  # earlier gathers have read it
         target = node.flat_on_host(0, node.numel)
         node.host.writer = self.collectives.all_gather(replicate, part, target, self.levels.part_bounds(self.bounds))
-        keep_shard(owner.manager, self.index, node.host.writer)
+        keep_shard(manager, self.index, node.host.writer)
         sent_bytes = part.nbytes * (replicate.size - 1)
         self.counters.gathered_bytes += sent_bytes
         self.counters.inter_replica_gathered_bytes += sent_bytes
-        if owner.manager.hardware.has_gpu:
+        if manager.hardware.has_gpu:
             self.counters.h2d_bytes += part.nbytes
             self.counters.d2h_bytes += node.nbytes
 

@@ -37,7 +37,7 @@ class SimulatedGroup(RankGroup):
         """Do nothing: the tensor has the values of the others."""
 
 
-class SimulatedCoordinator(Coordinator):
+class SimulatedCoordinator(Coordinator[Any]):
     """Coordinator that takes the others' messages to be those of this process."""
 
     def __init__(self, world: World, group: RankGroup, collectives: "SimulatedCollectives") -> None:

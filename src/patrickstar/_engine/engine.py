@@ -285,7 +285,7 @@ class Engine(EngineView, EngineState):
         self._core.check_open()
         value = float(value)  # raises before other processes are waited for
         with self._core.close_on_data_loss():
-            self._core.data.synchronize_processes(Request.AVERAGE)
+            self._core.sharing.synchronize_processes(Request.AVERAGE)
             gathered = self.world.all_gather(torch.tensor([value], dtype=torch.float64, device="cpu"))
             total: float = sum(gathered[:, 0].tolist())
             return total / self.world.size
@@ -303,5 +303,5 @@ class Engine(EngineView, EngineState):
             DiskError, MoveError: A disk or transfer failed, and lost parameters are NaN. All memory has been freed.
         """
         if keep and not self._core.world.rank and self._core.release.alive:
-            warn_of_lost_digits(self._core.data.managed_params)
+            warn_of_lost_digits(self._core.shards.managed_params)
         self._core.close(keep)

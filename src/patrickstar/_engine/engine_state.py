@@ -47,8 +47,8 @@ class EngineState:
         self._core.interceptor.data_attribute.check(self._core.interceptor, writes=False)
         with self._core.close_on_data_loss():
             self._core.complete()
-            self._core.data.synchronize_processes(Request.STATE)
-            with self._core.data.collective_section():
+            self._core.sharing.synchronize_processes(Request.STATE)
+            with self._core.sharing.collective_section():
                 return self._core.model_state.state_dict(names)
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = True) -> None:
@@ -68,7 +68,7 @@ class EngineState:
             self._core.complete()
             self._core.flush()
             self._core.background_save.copy_all()
-            self._core.data.synchronize_processes(Request.STATE)  # from here on no process gathers old values
+            self._core.sharing.synchronize_processes(Request.STATE)  # from here on no process gathers old values
             self._core.gradients.drop()
             self._core.model_state.load_state_dict(state_dict, strict)
 
@@ -111,8 +111,8 @@ class EngineState:
         export = HFExport(self._core.model_state, dtype, max_shard_bytes)
         with self._core.internal_computation():
             self._core.complete()
-            self._core.data.synchronize_processes(Request.STATE)
-            with self._core.data.collective_section():
+            self._core.sharing.synchronize_processes(Request.STATE)
+            with self._core.sharing.collective_section():
                 failed = export.write(Path(directory))
         if failed is not None:
             raise failed

@@ -79,7 +79,7 @@ class EngineView:
 
     def __repr__(self) -> str:
         core, config = self._core, self.config
-        numel = sum(managed.numel for managed in core.data.managed_params)
+        numel = sum(managed.numel for managed in core.shards.managed_params)
         budgets = [
             f"device {format_size(core.device_budget_bytes)}",
             f"host {format_size(core.host_budget_bytes)}",

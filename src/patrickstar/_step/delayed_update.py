@@ -10,8 +10,8 @@ from patrickstar._hardware.transfer import Transfer
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.update_rule import Rule
 from patrickstar._layout.schema import DELAYED16
+from patrickstar._params.local_shards import LocalShards
 from patrickstar._params.managed_param import ManagedParam
-from patrickstar._params.model_data import ModelData
 from patrickstar._step.disk_optimizer_step import DiskOptimizerStep
 from patrickstar._step.failed_update import give_up
 from patrickstar._step.host_updates import HostUpdates
@@ -51,7 +51,7 @@ class DelayedUpdates:
 
     def __init__(
         self,
-        data: ModelData,
+        data: LocalShards,
         kernels: Kernels,
         host_updates: HostUpdates | None,
         running: RunningUpdates,
@@ -171,7 +171,7 @@ class DelayedUpdates:
     def _delay(self, managed_params: Collection[ManagedParam]) -> None:
         self.data.end_update(managed_params)
         for managed in managed_params:
-            managed.state.begin_late()
+            managed.state.late = True
 
     @defer_sigint
     def _publish(self, managed: ManagedParam) -> None:
@@ -190,7 +190,7 @@ class DelayedUpdates:
             self._exchange(managed, delayed=False)  # the parameter becomes its rounded master
             self._exchange(managed, delayed=True)
         torch.autograd.graph.increment_version(managed.param)
-        managed.state.begin_late()
+        managed.state.late = True
 
     def _exchange_whole(
         self, index: int, rules: Mapping[ManagedParam, Rule], managed_params: list[ManagedParam]

@@ -6,8 +6,8 @@ from functools import partial
 from patrickstar._hardware.defer_sigint import defer_sigint
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.update_rule import Rule, Span
+from patrickstar._params.local_shards import LocalShards
 from patrickstar._params.managed_param import ManagedParam
-from patrickstar._params.model_data import ModelData
 from patrickstar._step.disk_update import DiskUpdate
 from patrickstar._step.host_updates import HostUpdates
 from patrickstar._step.read_ahead import ReadAhead
@@ -31,7 +31,7 @@ class DiskOptimizerStep:
 
     def __init__(
         self,
-        data: ModelData,
+        data: LocalShards,
         kernels: Kernels,
         update_rules: UpdateRules,
         host_updates: HostUpdates | None,

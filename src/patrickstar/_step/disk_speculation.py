@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from patrickstar._hardware.defer_sigint import defer_sigint
 from patrickstar._kernels.update_rule import Rule
 from patrickstar._layout.schema import GRAD32
+from patrickstar._params.local_shards import LocalShards
 from patrickstar._params.managed_param import ManagedParam
-from patrickstar._params.model_data import ModelData
 from patrickstar._step.disk_optimizer_step import DiskOptimizerStep
 from patrickstar._step.disk_update import DiskUpdate
 from patrickstar._step.update_home import SparePages
@@ -27,7 +27,7 @@ class DiskSpeculation:
     place. So such an update writes 2 bytes per parameter more than one in the step, and the next forward reads them.
     """
 
-    def __init__(self, data: ModelData, disk_step: DiskOptimizerStep) -> None:
+    def __init__(self, data: LocalShards, disk_step: DiskOptimizerStep) -> None:
         self.data = data
         self._disk_step = disk_step
         self._updates: dict[int, DiskUpdate] = {}

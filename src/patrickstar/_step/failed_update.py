@@ -2,11 +2,11 @@
 
 from collections.abc import Collection
 
+from patrickstar._params.local_shards import LocalShards
 from patrickstar._params.managed_param import ManagedParam
-from patrickstar._params.model_data import ModelData
 
 
-def give_up(data: ModelData, failed: Collection[ManagedParam], error: BaseException) -> None:
+def give_up(data: LocalShards, failed: Collection[ManagedParam], error: BaseException) -> None:
     """Reset the parameters of a failed update to the rounded masters, updated or not, and name them in the error.
 
     After a loss of chunk data nothing is reset: the engine will close, and read back what it can.

@@ -10,8 +10,8 @@ from patrickstar._hardware.defer_sigint import defer_sigint
 from patrickstar._hardware.profiler_range import profiler_range
 from patrickstar._hardware.transfer import Transfer
 from patrickstar._kernels.update_rule import Rule, Span
+from patrickstar._params.local_shards import LocalShards
 from patrickstar._params.managed_param import ManagedParam, profiled_names
-from patrickstar._params.model_data import ModelData
 from patrickstar._step.failed_update import give_up
 from patrickstar._step.host_updates import HostUpdates
 from patrickstar._step.optimizer_step import OptimizerStep
@@ -132,7 +132,7 @@ class HostSpeculation:
     newer ones: their chunks are used last in the next forward, beside which they can be updated.
     """
 
-    def __init__(self, data: ModelData, optimizer_step: OptimizerStep, host_updates: HostUpdates) -> None:
+    def __init__(self, data: LocalShards, optimizer_step: OptimizerStep, host_updates: HostUpdates) -> None:
         self.data = data
         self.withdrawn: list[int] = []
         """Indices of updates that had not begun when a chunk that they read was moved."""

@@ -12,8 +12,8 @@ from patrickstar._hardware.defer_sigint import defer_sigint
 from patrickstar._hardware.direct_io import PAGE_BYTES
 from patrickstar._hardware.transfer import Transfer
 from patrickstar._kernels.dispatch import Kernels
+from patrickstar._params.local_shards import LocalShards
 from patrickstar._params.managed_param import ManagedParam
-from patrickstar._params.model_data import ModelData
 from patrickstar._step.disk_optimizer_step import DiskOptimizerStep
 from patrickstar._step.failed_update import give_up
 from patrickstar._step.gradient_buffer import BufferedPage, GradientBuffer, by_chunk
@@ -70,7 +70,7 @@ class LockFreeUpdates:
 
     def __init__(
         self,
-        data: ModelData,
+        data: LocalShards,
         optimizer: Optimizer,
         update_rules: UpdateRules,
         kernels: Kernels,
@@ -207,7 +207,7 @@ class LockFreeUpdates:
                 self.data.restore_own(managed)
             self.buffer.fill(managed)
         self.data.end_update([managed])
-        managed.state.begin_late()
+        managed.state.late = True
 
     def _updates_in_step(self, index: int) -> bool:
         """Return whether the states of a chunk are updated in the step."""

@@ -10,8 +10,8 @@ from patrickstar._hardware.profiler_range import profiler_range
 from patrickstar._hardware.transfer import Transfer
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.update_rule import Rule
+from patrickstar._params.local_shards import LocalShards
 from patrickstar._params.managed_param import ManagedParam, profiled_names
-from patrickstar._params.model_data import ModelData
 from patrickstar._schedule.placement import Tier
 from patrickstar._step.delayed_update import DelayedUpdates
 from patrickstar._step.disk_optimizer_step import DiskOptimizerStep
@@ -35,7 +35,7 @@ class OptimizerStep:
 
     def __init__(
         self,
-        data: ModelData,
+        data: LocalShards,
         optimizer: Optimizer,
         kernels: Kernels,
         staging_size: StagingSize | None = None,
@@ -209,7 +209,8 @@ class OptimizerStep:
         self.running.finish_done()
         if self.disk_step is not None:
             self.disk_step.progress()
-        self.data.continue_save()
+        if self.data.saving is not None:
+            self.data.saving.progress()
 
     def finish_running(self) -> None:
         """Finish the updates that have been started; deferred ones that have not begun stay deferred."""

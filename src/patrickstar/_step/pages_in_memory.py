@@ -8,14 +8,14 @@ import torch
 from patrickstar._hardware.defer_sigint import defer_sigint
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.update_rule import Span
-from patrickstar._params.model_data import ModelData
+from patrickstar._params.local_shards import LocalShards
 from patrickstar._step.gradient_buffer import BufferedPage, GradientBuffer
 
 
 class PagesInMemory:
     """Updates pages with the gradients in the buffer, on the tier of their states."""
 
-    def __init__(self, data: ModelData, kernels: Kernels, buffer: GradientBuffer) -> None:
+    def __init__(self, data: LocalShards, kernels: Kernels, buffer: GradientBuffer) -> None:
         self.data = data
         self.buffer = buffer
         self._kernels = kernels

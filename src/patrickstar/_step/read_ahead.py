@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from patrickstar._hardware.defer_sigint import defer_sigint
-from patrickstar._params.model_data import ModelData
+from patrickstar._params.local_shards import LocalShards
 from patrickstar._step.disk_update import DiskUpdate
 from patrickstar._step.staging_pool import StagingPool
 
@@ -16,7 +16,7 @@ from patrickstar._step.staging_pool import StagingPool
 class ReadAhead:
     """Fills the staging buffers with pages. See [Note: expected updates]."""
 
-    def __init__(self, data: ModelData, staging_pool: StagingPool) -> None:
+    def __init__(self, data: LocalShards, staging_pool: StagingPool) -> None:
         self.data = data
         self.staging_pool = staging_pool
         self.enabled = True

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from patrickstar._hardware.defer_sigint import defer_sigint
 from patrickstar._kernels.update_rule import Rule
 from patrickstar._params.managed_param import ManagedParam
-from patrickstar._params.model_data import ModelData
+from patrickstar._params.several_processes import Sharing
 from patrickstar._step.disk_speculation import DiskSpeculation
 from patrickstar._step.host_speculation import HostSpeculation
 from patrickstar._step.optimizer_step import OptimizerStep
@@ -83,8 +83,8 @@ class _Assumption:
 class Speculation:
     """Starts updates during backward and decides at the step which of them count. See [Note: speculation]."""
 
-    def __init__(self, data: ModelData, optimizer_step: OptimizerStep, enabled: bool = True) -> None:
-        self.data = data
+    def __init__(self, sharing: Sharing, optimizer_step: OptimizerStep, enabled: bool = True) -> None:
+        self.data, self._sharing = (data := sharing.shards), sharing
         self._optimizer_step = optimizer_step
         self._host: HostSpeculation | None = None
         self._disk: DiskSpeculation | None = None
@@ -159,7 +159,7 @@ class Speculation:
         for index in assumption.candidates[::-1]:
             if max(capacity.values()) <= 0:
                 return
-            if not self.data.gradients_are_reduced(index):
+            if not self._sharing.gradients_are_reduced(index):
                 continue
             inputs = self._inputs(index)
             speculator = next((each for each in self._speculators if each.accepts(inputs)), None)

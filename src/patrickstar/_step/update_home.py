@@ -8,8 +8,8 @@ import torch
 
 from patrickstar._kernels.update_rule import Gradient, Rule, Span
 from patrickstar._layout.schema import DELAYED16, GRAD32, PARAM16
+from patrickstar._params.local_shards import LocalShards
 from patrickstar._params.managed_param import ManagedParam
-from patrickstar._params.model_data import ModelData
 from patrickstar._step.staging_pool import PageSet, StagingPool
 from patrickstar._tiers.chunk import Chunk
 
@@ -58,7 +58,7 @@ class Home:
     speculative = False
     """True if results may be given up at any time. See [Note: speculation]."""
 
-    def __init__(self, data: ModelData) -> None:
+    def __init__(self, data: LocalShards) -> None:
         self.data = data
 
     @property
@@ -174,7 +174,7 @@ class SparePages(InPlace):
 
     speculative = True
 
-    def __init__(self, data: ModelData, index: int) -> None:
+    def __init__(self, data: LocalShards, index: int) -> None:
         super().__init__(data)
         chunks = data.by_chunk[index][0].shard_chunk, *data.gradient_sums(index)
         self._versions = {chunk: chunk.version for chunk in chunks}
@@ -209,7 +209,7 @@ class DelayedList(Home):
 
     late = True
 
-    def __init__(self, data: ModelData, listed: Collection[ManagedParam]) -> None:
+    def __init__(self, data: LocalShards, listed: Collection[ManagedParam]) -> None:
         super().__init__(data)
         self._listed = listed
 

@@ -1,18 +1,20 @@
 """Communication of one engine with other processes: gathers and reductions of chunks, in coordination steps."""
 
-from collections.abc import Iterable
+import torch
 
 from patrickstar._distributed.collectives import Levels
 from patrickstar._distributed.coordinator import CHUNKS_PER_ENGINE, Coordinator
-from patrickstar._distributed.transport import FlatTransport, ShardOwner, Transport
-from patrickstar._distributed.two_level_transport import TwoLevelTransport
+from patrickstar._distributed.grad_accumulation import GradAccumulation
+from patrickstar._distributed.transports import Transports
 from patrickstar._hardware.profiler_range import profiler_range
 from patrickstar._hardware.transfer import CompletedTransfer, Transfer
-from patrickstar._layout.chunk_mapping import ChunkSpec
+from patrickstar._layout.schema import ITEMSIZE, PARAM16, SHARD16, SUM32
+from patrickstar._params.local_shards import LocalShards
+from patrickstar._params.managed_param import ManagedParam
 from patrickstar._schedule.coordination import Agreement, Request
+from patrickstar._schedule.placement import Tier
 from patrickstar._tiers.chunk import Chunk
-from patrickstar._tiers.transfer_counters import TransferCounters
-from patrickstar.errors import ConfigError, PeerError
+from patrickstar.errors import PeerError
 
 
 class PendingReduction(Transfer):
@@ -52,65 +54,29 @@ class PendingReduction(Transfer):
 
 
 class ChunkComm:
-    """Communication of one engine with the other processes.
+    """Communication of one engine with the other processes, which read and write its shards.
 
     Args:
         levels: Levels of transport in the data-parallel group, if it consists of replicas.
     """
 
-    def __init__(self, coordinator: Coordinator, levels: Levels | None = None) -> None:
-        self.coordinator = coordinator
-        self.world = coordinator.world
-        self.collectives = coordinator.collectives
-        self.levels = levels
-        self.transports: dict[int, Transport] = {}
-        """Transport of each chunk, by chunk index."""
-        self.counters = TransferCounters()
-        """Counters of sent bytes; shared with the chunk manager."""
-        self._pending: dict[int, PendingReduction] = {}
+    def __init__(self, coordinator: "Coordinator[ChunkComm]", levels: Levels | None) -> None:
+        self.coordinator, self.world = coordinator, coordinator.world
+        self.transports = Transports(coordinator.group, coordinator.collectives, levels)
+        self.counters = self.transports.counters
+        self.pending: dict[int, PendingReduction] = {}
         """Requested reductions that have not started, by chunk index."""
         self._left = False
         self._gather_target: Chunk | None = None
         self._gathering: Transfer | None = None
 
-    def attach(self, owner: ShardOwner) -> None:
-        """Join the coordination steps; requests of other processes read and write the shards of `owner`."""
-        self._owner = owner
+    def attach(self, shards: LocalShards, reduce_dtype: str) -> None:
+        """Join the coordination steps, in which others request `shards`. `reduce_dtype`: of gradients that are sent."""
+        self._shards, self._manager, self._reduces_in_fp32 = shards, shards.manager, reduce_dtype == "fp32"
+        self.sums = GradAccumulation(shards.manager)
+        """Gradients accumulated on this rank and not yet reduced."""
         self.number = self.coordinator.join(self)
         self.world.users += 1
-
-    def register(self, chunks: Iterable[ChunkSpec]) -> None:
-        """Record the owners of the shards of new chunks. Every process of the world must call this.
-
-        Raises:
-            ConfigError: The owners are not in one data-parallel group.
-        """
-        for chunk in chunks:
-            self.transports[chunk.index] = self._transport(chunk)
-
-    def _transport(self, chunk: ChunkSpec) -> Transport:
-        assert chunk.group is not None, "with several processes every chunk is sharded"
-        coordinating, common = self.coordinator.group, (chunk, self.collectives, self.counters)
-        if not set(chunk.group.ranks) <= set(coordinating.ranks):
-            raise ConfigError(
-                f"parameter {chunk.params[0]!r} is held by processes {', '.join(map(str, chunk.group.ranks))}, which "
-                f"are not in one data-parallel group ({', '.join(map(str, coordinating.ranks))}): shard it over "
-                f"dimensions of the mesh that ps.initialize was given"
-            )
-        if chunk.group.replicas > 1:
-            assert self.levels is not None, "only a mesh with replicas divides the owners into replicas"
-            return TwoLevelTransport(*common, coordinating, self.levels)
-        group = self.world.group(chunk.group.partition)
-        members = tuple(coordinating.ranks.index(rank) for rank in group.ranks)
-        size = coordinating.size if self.levels is None else self.levels.shard.size
-        own = coordinating.rank // size
-        elsewhere = tuple(number for number, member in enumerate(members) if member // size != own)
-        return FlatTransport(*common, group, members, elsewhere)
-
-    def invalidate(self, indices: Iterable[int]) -> None:
-        """Note that owners have changed parameters of these chunks."""
-        for index in indices:
-            self.transports[index].invalidate()
 
     @property
     def serving(self) -> bool:
@@ -133,7 +99,7 @@ class ChunkComm:
 
     def request_reduction(self, chunk: Chunk) -> Transfer:
         """Request the reduction of a chunk's gradients, once those of the other processes are ready."""
-        reduction = self._pending[chunk.index] = PendingReduction(self, chunk)
+        reduction = self.pending[chunk.index] = PendingReduction(self, chunk)
         if self.transports[chunk.index].alone:
             self.start_reduction(chunk.index, (self.coordinator.group.rank,))
             return reduction
@@ -142,19 +108,18 @@ class ChunkComm:
         return reduction
 
     def fits_host(self, chunk: Chunk) -> bool:
-        """Return whether gradients on the device that wait for their reduction can be moved to the host."""
-        return self._owner.fits_host(chunk)
+        """Return whether a chunk's gradients on the device, which wait for their reduction, can be moved to the host.
+
+        Linked processes move the same chunks, and reduce the same gradients together.
+        """
+        return self._shards.tracer.linked is None and self.sums.reducing(chunk.index) is None and self.sums.fits(chunk)
 
     def move_to_host(self, reduction: PendingReduction) -> None:
         """Move gradients that wait for their reduction to the host; the request remains."""
         index = reduction.chunk.index
-        self._pending[index] = PendingReduction(self, reduction.chunk)
-        self._owner.move_gradients_to_host(reduction.chunk, self._pending[index])
+        self.pending[index] = PendingReduction(self, reduction.chunk)
+        self.sums.copy_submitted(reduction.chunk, self.pending[index])
         reduction.collective = CompletedTransfer("gradients on the host")
-
-    def waits_for_reduction(self, index: int) -> bool:
-        """Return whether the reduction of a chunk has been requested and not started."""
-        return index in self._pending
 
     def cancel_reduction(self, index: int) -> None:
         """Withdraw the reduction of a chunk's gradients, unless it has started."""
@@ -171,7 +136,15 @@ class ChunkComm:
         if self._left:
             raise PeerError("this engine is being closed and no longer communicates with other processes")
         self.counters.rounds += 1
-        return self.coordinator.negotiate(request, self.number, index)
+        agreement = self.coordinator.negotiate(request, self.number, index)
+        with self.coordinator.executing():
+            for chunk, ranks in agreement.reductions:
+                engine, own_index = divmod(chunk, CHUNKS_PER_ENGINE)
+                self.coordinator.engines[engine].start_reduction(own_index, ranks)
+            for chunk, ranks in agreement.gathers:
+                engine, own_index = divmod(chunk, CHUNKS_PER_ENGINE)
+                self.coordinator.engines[engine].start_gather(own_index, ranks, chunk in agreement.refreshes)
+        return agreement
 
     def leave(self, reason: str) -> None:
         """Announce the reason, and refuse to communicate from now on."""
@@ -181,7 +154,7 @@ class ChunkComm:
 
     def close(self) -> None:
         """Withdraw pending reductions, and release the process group."""
-        for index in list(self._pending):
+        for index in list(self.pending):
             self.cancel_reduction(index)
         self.world.users -= 1
         self.world.close()
@@ -191,13 +164,14 @@ class ChunkComm:
 
     def _unmark_ready(self, index: int) -> PendingReduction | None:
         self.coordinator.ready.discard(self._global_index(index))
-        return self._pending.pop(index, None)
+        return self.pending.pop(index, None)
 
     # Execution of agreements
 
     def start_reduction(self, index: int, ranks: tuple[int, ...]) -> None:
+        """Start to reduce the gradients of a chunk from these ranks."""
         own, transport = self._unmark_ready(index), self.transports[index]
-        whole, target, chunk = self._owner.begin_reduction(index, self.coordinator.group.rank in ranks)
+        whole, target, chunk = self._begin_reduction(index, self.coordinator.group.rank in ranks)
         with profiler_range("reduce-scatter", chunk):
             transfer = transport.reduce(whole, target, ranks)
         chunk.host.reader = transfer
@@ -205,11 +179,61 @@ class ChunkComm:
             own.collective = transfer
 
     def start_gather(self, index: int, ranks: tuple[int, ...], refresh: bool) -> None:
+        """Start to gather a chunk on these ranks; `refresh`: after an exchange of its shards between replicas."""
         whole = None
         if self.coordinator.group.rank in ranks:
             assert self._gather_target is not None
             whole = self._gather_target.on_device(self._gather_target.whole)
         with profiler_range("all-gather", f"param16[{index}]"):
-            gathering = self.transports[index].gather(self._owner, whole, ranks, refresh)
+            if self.transports[index].reads_shard(ranks, refresh):
+                self.restore_shard(index)
+            gathering = self.transports[index].gather(self._manager, whole, ranks, refresh)
         if whole is not None:
             self._gathering = gathering
+
+    # This rank's shards
+
+    def restore_shard(self, index: int) -> None:
+        """Let this rank's shard of a chunk hold the parameters, on its current tier."""
+        own = self._manager[SHARD16, index]
+        own.complete_update()
+        self.finish_reduction(index)
+        for managed in self._own_params(index):
+            if managed.state.reduced:
+                self._shards.list_gradient(managed)
+                self._shards.restore_own(managed)
+                managed.state.reduced = False
+        if not own.in_memory:
+            self._manager.ensure_in_memory(own)
+            self._shards.update_param_views()
+
+    def finish_reduction(self, index: int) -> None:
+        """Finish the pending reduction of a chunk and fold it into grad32."""
+        self._manager.transfers.settle(self._manager[SHARD16, index])
+        sum_chunk = self._manager.chunks.get((SUM32, index))
+        if sum_chunk is not None:
+            self._manager.transfers.settle(sum_chunk)
+            for managed in self._own_params(index):
+                self._shards.add_to_list(managed, sum_chunk)
+            self._manager.remove(sum_chunk)
+
+    def _begin_reduction(self, index: int, contributes: bool) -> tuple[torch.Tensor | None, torch.Tensor, Chunk]:
+        """Return this rank's gradients of a chunk, the buffer for the sum of its shard, and the buffer's chunk.
+
+        The gradients are zero where there are none; None if this rank contributes none.
+        """
+        self.restore_shard(index)  # moves an earlier sum out of the buffer
+        own, gradients = self._manager[SHARD16, index], None
+        if contributes:
+            chunk, accumulated = self._manager[PARAM16, index], self.sums.reducing(index)
+            gradients = accumulated if accumulated is not None else chunk.on_device(chunk.whole)
+        if self._reduces_in_fp32 and own.dtype.itemsize < ITEMSIZE["float32"]:
+            sum_chunk = self._manager.new_chunk(SUM32, index, own.numel, "float32", Tier.HOST)
+            return gradients, sum_chunk.current(sum_chunk.whole), sum_chunk
+        self._manager.mark_written(own, on_device=own.device.valid)
+        for managed in self._own_params(index):
+            managed.state.reduced = True
+        return gradients, own.current(own.whole), own
+
+    def _own_params(self, index: int) -> list[ManagedParam]:
+        return [managed for managed in self._shards.by_chunk[index] if managed.location.numel]
