@@ -8,8 +8,7 @@ import torch
 
 from patrickstar._distributed.collectives import Collectives
 from patrickstar._distributed.gloo_collectives import GlooCollectives
-from patrickstar._distributed.process_group import World
-from patrickstar._distributed.rank_group import RankGroup
+from patrickstar._distributed.process_group import RankGroup, World
 from patrickstar._distributed.stream_collectives import StreamCollectives
 from patrickstar._hardware.accelerator import TorchDevice
 from patrickstar._schedule.coordination import Agreement, Message, Request, derive_agreement

@@ -8,7 +8,7 @@ import torch
 
 from patrickstar._chunks.chunk_manager import ChunkManager
 from patrickstar._distributed.collectives import Collectives, shard_sizes
-from patrickstar._distributed.rank_group import RankGroup
+from patrickstar._distributed.process_group import RankGroup
 from patrickstar._hardware.transfer import Transfer
 from patrickstar._layout.chunk_mapping import ChunkSpec
 from patrickstar._layout.schema import SHARD16

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from patrickstar._distributed.collectives import Collectives, Levels
-from patrickstar._distributed.rank_group import RankGroup
+from patrickstar._distributed.process_group import RankGroup
 from patrickstar._distributed.transport import FlatTransport, Transport
 from patrickstar._distributed.two_level_transport import TwoLevelTransport
 from patrickstar._layout.chunk_mapping import ChunkSpec

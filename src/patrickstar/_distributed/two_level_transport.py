@@ -6,7 +6,7 @@ import torch
 
 from patrickstar._chunks.chunk_manager import ChunkManager
 from patrickstar._distributed.collectives import Collectives, Levels, sum_dtype
-from patrickstar._distributed.rank_group import RankGroup
+from patrickstar._distributed.process_group import RankGroup
 from patrickstar._distributed.transport import Transport, keep_shard
 from patrickstar._hardware.transfer import Transfer
 from patrickstar._layout.chunk_mapping import ChunkSpec

@@ -8,8 +8,7 @@ import torch
 
 from patrickstar._distributed.collectives import Bounds, Collectives, Levels, sum_dtype
 from patrickstar._distributed.coordinator import Coordinator
-from patrickstar._distributed.process_group import Partition, World
-from patrickstar._distributed.rank_group import RankGroup
+from patrickstar._distributed.process_group import Partition, RankGroup, World
 from patrickstar._dry_run.cluster import Cluster
 from patrickstar._dry_run.simulated_channels import SimulatedTransfer
 from patrickstar._dry_run.simulated_hardware import SimulatedHardware

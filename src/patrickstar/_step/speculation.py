@@ -84,18 +84,18 @@ class Speculation:
     """Starts updates during backward and decides at the step which of them count. See [Note: speculation]."""
 
     def __init__(self, sharing: Sharing, optimizer_step: OptimizerStep, enabled: bool = True) -> None:
-        self.data, self._sharing = (data := sharing.shards), sharing
+        self.data, self._sharing = sharing.shards, sharing
         self._optimizer_step = optimizer_step
         self._host: HostSpeculation | None = None
         self._disk: DiskSpeculation | None = None
         self._speculators: list[Speculator] = []
         if enabled and optimizer_step.together is None:
             if optimizer_step.host_updates is not None:
-                self._host = HostSpeculation(data, optimizer_step, optimizer_step.host_updates)
+                self._host = HostSpeculation(self.data, optimizer_step, optimizer_step.host_updates)
                 self._speculators.append(self._host)
             # Shards of parameters are never on disk, where updates of states on disk would write them.
-            if optimizer_step.disk_step is not None and data.world.size == 1:
-                self._disk = DiskSpeculation(data, optimizer_step.disk_step)
+            if optimizer_step.disk_step is not None and self.data.world.size == 1:
+                self._disk = DiskSpeculation(self.data, optimizer_step.disk_step)
                 self._speculators.append(self._disk)
         self._assumption: _Assumption | None = None
         self._started: dict[int, _Started] = {}
