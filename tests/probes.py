@@ -20,8 +20,8 @@ from patrickstar._engine.engine import Engine
 from patrickstar._hardware.job_queue import Job, WorkerTransfer
 from patrickstar._hardware.memory_meter import DeviceMeter
 from patrickstar._hardware.ram import Ram, RamLimit
+from patrickstar._params.local_shards import LocalShards
 from patrickstar._params.managed_param import ManagedParam
-from patrickstar._params.model_data import ModelData
 from patrickstar._params.precision import LossScaler
 from patrickstar._step.disk_optimizer_step import DiskOptimizerStep
 from patrickstar._step.host_speculation import SpareBlocks
@@ -39,9 +39,9 @@ def manager_of(engine: Engine) -> ChunkManager:
     return engine._core.manager
 
 
-def model_data_of(engine: Engine) -> ModelData:
-    """Return the managed parameters and what accesses them."""
-    return engine._core.data
+def shards_of(engine: Engine) -> LocalShards:
+    """Return the managed parameters and this process's shards of their chunks."""
+    return engine._core.shards
 
 
 def tracer_of(engine: Engine) -> Tracer:
@@ -86,7 +86,7 @@ def loss_scaler_of(engine: Engine) -> LossScaler:
 
 def collectives_of(engine: Engine) -> Collectives:
     """Return the collectives, whose operations a test may replace."""
-    return engine._core.data.comm.collectives
+    return engine._core.sharing.comm.coordinator.collectives
 
 
 def fail_at(patch: Any, owner: Any, name: str, number: int, error: BaseException) -> list[Any]:
@@ -135,9 +135,9 @@ def after_allocations(engine: Engine, call: Callable[[Chunk], None]) -> None:
 
 def reduce_early(engine: Engine) -> None:
     """Reduce all gradients of unpinned chunks after each operator, as if the device had no room for them."""
-    data = engine._core.data
-    progress = data.progress
-    data.progress = lambda: (progress(), data.in_backward and data._reduce_idle(()))
+    shards, sharing = engine._core.shards, engine._core.sharing
+    end_window = sharing.end_window
+    sharing.end_window = lambda accessed: (end_window(accessed), shards.in_backward and sharing.reduce_idle(()))
 
 
 def after_operators(engine: Engine, call: Callable[[], None]) -> AbstractContextManager[Any]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from cuda_cases import DEVICE, gpt, marks
 from gpu_stages.bits import updated
-from probes import model_data_of
+from probes import shards_of
 from torch import nn
 from toys import inputs, layers, mean_square, train
 
@@ -157,7 +157,7 @@ def test_gradients_of_lookups_on_the_host_arrive_in_one_thread(monkeypatch, upda
         engine.backward(engine(*batch).float().square().mean(), update=update)
         engine.optimizer.step()
         assert len(threads) == 1
-    assert any(managed.on_host for managed in model_data_of(engine).managed_params)
+    assert any(managed.on_host for managed in shards_of(engine).managed_params)
     engine.close()
 
 
@@ -166,7 +166,7 @@ def test_a_weight_is_looked_up_on_the_device_where_everything_fits():
     engine = Engine(Words, ps.Config(device=str(DEVICE), host_memory="64MiB", chunk_size=4096))
     for batch in words(5):
         train(engine, [batch])
-    assert not any(managed.on_host for managed in model_data_of(engine).managed_params)
+    assert not any(managed.on_host for managed in shards_of(engine).managed_params)
     assert engine.stats.last.h2d_bytes == engine.stats.last.d2h_bytes == 0
     engine.close()
 

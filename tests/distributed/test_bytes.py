@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from laws.models import Waves
-from probes import after_allocations, manager_of, model_data_of
+from probes import after_allocations, manager_of, shards_of
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -79,7 +79,7 @@ def test_a_step_sends_the_bytes_of_the_table(size, replicas, gathers, reduce_dty
             for chunk in manager.param16.values():
                 if chunk.device.present:
                     manager.drop(chunk)
-            model_data_of(engine).update_param_views()
+            shards_of(engine).update_param_views()
         update(engine, loss)
     last = engine.stats.last
     assert len(prefetches) == engine.layout.chunk_count * gathers

@@ -5,7 +5,7 @@ from itertools import pairwise
 from typing import Any
 
 from hypothesis import strategies as st
-from probes import manager_of, model_data_of, record_accesses
+from probes import manager_of, record_accesses, shards_of
 from toys import Shape, batches, train
 
 import patrickstar as ps
@@ -80,7 +80,7 @@ def check_alignment(engine: ps.Engine) -> set[tuple[str, str]]:
     """
     checked = set()
     chunks = manager_of(engine).chunks
-    for managed in model_data_of(engine).managed_params:
+    for managed in shards_of(engine).managed_params:
         for (kind, index), chunk in chunks.items():
             if index != managed.location.chunk or 0 in (managed.numel, managed.location.numel, chunk.numel):
                 continue

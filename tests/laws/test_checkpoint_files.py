@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from probes import model_data_of, read_state
+from probes import read_state, shards_of
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.metadata import (
@@ -173,7 +173,7 @@ def test_unsupported_types_in_the_state_are_named(tmp_path):
 )
 def test_checkpoint_that_lacks_elements(stored, message):
     engine = engine_of()
-    planner = ShardLoadPlanner(model_data_of(engine), {})
+    planner = ShardLoadPlanner(shards_of(engine), {})
     sizes = [(torch.Size((rows.start, 0)), torch.Size((rows.stop - rows.start, 24))) for rows in stored]
     chunks = [ChunkStorageMetadata(*each) for each in sizes]  # rows of the embedding, which has 13 of 24 elements
     entry = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size((13, 24)), chunks)
@@ -185,7 +185,7 @@ def test_checkpoint_that_lacks_elements(stored, message):
 
 def test_processes_that_lack_elements():
     engine = engine_of()
-    data = model_data_of(engine)
+    data = shards_of(engine)
     shards = param_shards(data, list(data.by_chunk))
     number = next(number for number, shard in enumerate(shards) if shard.name == "model.words.weight")
     shards[number] = replace(shards[number], box=Box((2, 0), (11, 24)))

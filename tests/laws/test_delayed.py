@@ -16,7 +16,7 @@ from toys import module, train
 
 import patrickstar as ps
 from patrickstar import testing
-from patrickstar._params.model_data import ModelData
+from patrickstar._params.local_shards import LocalShards
 
 from .test_late_copies import some_are_slow
 from .tiers import Room, blocks, check_a_killed_run, inputs, on_disk, options, small_engine
@@ -237,7 +237,7 @@ def test_an_exchange_that_fails_names_its_parameters_and_leaves_masters(monkeypa
         step(engine, 0)
         backward(engine, 1)
         before = engine.state_dict()
-        fail_at(monkeypatch, ModelData, "ensure_local", calls, ps.errors.BudgetError("no room"))
+        fail_at(monkeypatch, LocalShards, "ensure_local", calls, ps.errors.BudgetError("no room"))
         with pytest.raises(ps.errors.BudgetError) as raised:
             engine.optimizer.step()
         monkeypatch.undo()

@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from probes import disk_step_of, manager_of, model_data_of
+from probes import disk_step_of, manager_of, shards_of
 from seeded import engine_of
 from torch import nn
 from toys import inputs, layers, mean_square, train
@@ -116,7 +116,7 @@ def test_gradients_on_disk_are_read_for_an_update_on_the_host(tmp_path):
             chunk = manager_of(engine).param16[index]
             manager_of(engine).move_to_tier(chunk, Tier.DISK)
             assert not chunk.in_memory
-        model_data_of(engine).update_param_views()
+        shards_of(engine).update_param_views()
         engine.optimizer.step()
         results.append(engine.state_dict())
         engine.close()
@@ -156,6 +156,6 @@ def test_an_early_update_enters_the_pipeline_in_backward(engine):
     assert not disk_step_of(engine).unfinished
     engine.backward(loss, update=True)
     assert disk_step_of(engine).unfinished or any(
-        managed.state.updated_in_backward for managed in model_data_of(engine).managed_params
+        managed.state.updated_in_backward for managed in shards_of(engine).managed_params
     )
     engine.optimizer.step()

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from patrickstar._distributed.chunk_comm import PendingReduction
 from patrickstar._distributed.gloo_collectives import CollectiveTransfer
 from patrickstar._dry_run.simulated_channels import SimulatedChannel, SimulatedClock
 from patrickstar._hardware.transfer import CompletedTransfer, Transfer
 from patrickstar._hardware.worker_pool import WorkerPool
+from patrickstar._params.chunk_comm import PendingReduction
 from patrickstar._schedule.coordination import Agreement
 from patrickstar._tiers.chunk import Chunk
 from patrickstar._tiers.copy_streams import StreamTransfer

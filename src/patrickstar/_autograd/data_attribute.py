@@ -87,9 +87,9 @@ class DataAttribute:
         entry = self._masters.pop(value, None)
         master = entry[1] if entry is not None and entry[0] == value._version else None
         full = self._full_state.read(managed, managed.full_kind) if self._need_master(managed, views) else None
-        data = self._full_state.data
+        shards = self._full_state.shards
         with accessor.accessed(managed):
-            data.check_writable(managed)
+            shards.check_writable(managed)
             self._keep(managed, views, full)
             managed.payload().copy_(local_part(value))
             torch.autograd.graph.increment_version(managed.param)

@@ -24,7 +24,7 @@ class GradientHooks:
     """Moves gradients that autograd has completed into the chunks of one engine."""
 
     def __init__(self, gradients: Gradients, optimizer_in_backward: OptimizerInBackward, lock: EngineLock) -> None:
-        self.data = gradients.data
+        self.shards, self.sharing = gradients.shards, gradients.sharing
         self.lock = lock
         self.optimizer_in_backward = optimizer_in_backward
         self.gradients = gradients
@@ -86,7 +86,7 @@ class GradientHooks:
                     f"gradients only: call its operator with sparse=False"
                 )
             if managed.on_host and managed.stays_on_host:
-                self.data.manager.count_transfer(managed.lookups_in_graph_bytes, to_device=False)
+                self.shards.manager.count_transfer(managed.lookups_in_graph_bytes, to_device=False)
                 managed.lookups_in_graph_bytes = 0
             self._move(managed, grad, complete=True)
 
@@ -109,6 +109,6 @@ class GradientHooks:
         updates = self.optimizer_in_backward.optimizer_step.updates
         if updates.queue.updates:
             updates.complete((managed,))
-        self.data.accept_gradient(managed, grad)
+        self.sharing.accept_gradient(managed, grad)
         if complete:
             self.optimizer_in_backward.on_gradient_ready(managed)

@@ -27,6 +27,7 @@ from patrickstar._hardware.sigint_gate import deferring_sigint, interruptible
 from patrickstar._params.interception import adopt_parameter, adopt_view
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.memory_functions import EXPOSING, REPLACING, RESHAPING, UNVERSIONED, expose, versioned
+from patrickstar._params.model_data import ModelData
 from patrickstar._params.modes import managing
 from patrickstar._params.out_of_memory import run_with_retry
 from patrickstar._params.precision import tensors_in
@@ -53,8 +54,10 @@ _SPECIAL |= EXPOSING | UNVERSIONED | REPLACING | RESHAPING | ADDRESSES | MOVING
 class Interceptor:
     """Intercepts operators on the parameters of one engine."""
 
-    def __init__(self, gradients: Gradients, optimizer_in_backward: OptimizerInBackward, full_state: FullState) -> None:
-        self.data = gradients.data
+    def __init__(
+        self, data: ModelData, gradients: Gradients, optimizer_in_backward: OptimizerInBackward, full_state: FullState
+    ) -> None:
+        self.data = data
         self.data_attribute = DataAttribute(full_state)
         self.gradient = GradientAttribute(gradients, optimizer_in_backward)
         self.optimizer_in_backward, self.full_state = optimizer_in_backward, full_state
@@ -208,7 +211,7 @@ class Interceptor:
         if func is F.embedding and managed_params[0].embedding:
             out = embedding_lookup(args, kwargs, managed_params[0], self.data.manager, self.gradient_hooks)
         else:
-            out = run_with_retry(func, args, kwargs, managed_params[0], self.data)
+            out = run_with_retry(func, args, kwargs, managed_params[0], self.data.shards)
         if written := [
             t for t, version in zip(tensors, versions, strict=True) if version >= 0 and t._version != version
         ]:
@@ -235,7 +238,7 @@ class Interceptor:
         speculation, updates = self.optimizer_in_backward.speculation, self.updates
         if speculation.assumption is not None and self.in_backward:
             speculation.progress()
-        if updates.queue.updates or updates.disk is not None or self.data.saving is not None:
+        if updates.queue.updates or updates.disk is not None or self.data.shards.saving is not None:
             updates.progress()
 
     def end_uses(self, managed_params: Sequence[ManagedParam], suspended: Window | None = None) -> None:
@@ -356,10 +359,10 @@ class Interceptor:
         """Begin a backward outside of `engine.backward`; it ends with autograd's callback, or when that is freed."""
         holds = self.lock.begin_backward()
         self.data.begin_backward()
-        end = partial(self._end_plain_backward, self.data.backward_id)
-        self._plain_backwards[self.data.backward_id] = holds
+        end = partial(self._end_plain_backward, self.data.shards.backward_id)
+        self._plain_backwards[self.data.shards.backward_id] = holds
         Variable._execution_engine.queue_callback(end)
-        weakref.finalize(end, self._end_plain_backward, self.data.backward_id).atexit = False
+        weakref.finalize(end, self._end_plain_backward, self.data.shards.backward_id).atexit = False
 
     def _end_plain_backward(self, number: int) -> None:
         holds = self._plain_backwards.pop(number, None)
@@ -388,14 +391,14 @@ class Interceptor:
     def _close(self) -> None:
         if self.window is None:
             return
+        accessed = () if self.window.held else self.window.managed_params
         if self.window.held:
             for managed in self.window.managed_params:
                 managed.chunk.pins -= 1
         else:
-            self.data.release(self.window.managed_params, TensorState.HOLD)
-            self.data.end_window(self.window.managed_params)
+            self.data.release(accessed, TensorState.HOLD)
         self.window = None
-        self.data.progress()
+        self.data.sharing.end_window(accessed)
         self.optimizer_in_backward.progress()
-        if self.updates.queue.updates or self.updates.disk is not None or self.data.saving is not None:
+        if self.updates.queue.updates or self.updates.disk is not None or self.data.shards.saving is not None:
             self.updates.progress()

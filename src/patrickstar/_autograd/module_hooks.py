@@ -151,7 +151,7 @@ class ModuleHooks:
                 self._undo.append(nn.Module._register_state_dict_hook(submodule, after).remove)
                 self._saved.add(submodule)
                 self._keep_layout(submodule)
-                if self.interceptor.data.world.size > 1 and not isinstance(submodule, torch.jit.ScriptModule):
+                if self.interceptor.data.shards.world.size > 1 and not isinstance(submodule, torch.jit.ScriptModule):
                     self._wrap_apply(submodule)
             if callable(getattr(submodule, "generate", None)) and submodule not in self._generating:
                 self._hook_generation(submodule)

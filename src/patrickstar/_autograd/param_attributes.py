@@ -63,22 +63,22 @@ class GradientAttribute:
         Raises:
             TrainingError: A hook reads it in a backward that several processes share.
         """
-        data = self.gradients.data
-        if self.optimizer_in_backward.active or data.closed:
+        shards = self.gradients.shards
+        if self.optimizer_in_backward.active or shards.closed:
             return None  # the update has used it
-        if data.world.size > 1 and data.backwards_in_step:
-            if data.in_backward:
+        if shards.world.size > 1 and shards.backwards_in_step:
+            if shards.in_backward:
                 raise TrainingError(
                     f"the gradient of {managed.name!r} is not complete before the end of the backward, when all "
                     f"processes average it: read it after engine.backward(loss)"
                 )
-            data.synchronize_gradients(Request.STATE)
+            self.gradients.sharing.synchronize_gradients(Request.STATE)
         self.gradients.store_zeros(managed)
-        if not data.has_gradient(managed):
+        if not managed.in_next_step:
             return None
         dtype = self.gradients.stored_dtype(managed)
         elements = GradientElements(managed, self.gradients, dtype, closer)
-        return LazyTensor(elements, managed.full_shape, managed.full_strides, dtype, data.manager.device)
+        return LazyTensor(elements, managed.full_shape, managed.full_strides, dtype, shards.manager.device)
 
     def assign(self, managed: ManagedParam, param: torch.Tensor, value: torch.Tensor | None) -> None:
         """Discard the gradient of a parameter, and store `value` in its chunk if it is a tensor.
@@ -97,9 +97,9 @@ class GradientAttribute:
         self.gradients.unscaled.discard(managed)
         self.gradients.forget((managed,))
         self.optimizer_in_backward.optimizer_step.updates.complete((managed,))
-        self.gradients.data.discard_gradient(managed)
+        self.gradients.sharing.discard_gradient(managed)
         if value is not None:
-            self.gradients.data.accept_gradient(managed, value.detach())
+            self.gradients.sharing.accept_gradient(managed, value.detach())
 
 
 def _is_own(managed: ManagedParam, value: torch.Tensor) -> bool:

@@ -23,7 +23,7 @@ from patrickstar._hardware.job_queue import WorkerThread
 from patrickstar._hardware.profiler_range import profiler_range
 from patrickstar._hardware.sigint_gate import interruptible, interruption_point, uninterruptible
 from patrickstar._layout.schema import PARAM16
-from patrickstar._params.model_data import ModelData
+from patrickstar._params.local_shards import LocalShards
 from patrickstar._tiers.chunk import Chunk
 from patrickstar.errors import CheckpointError, PatrickStarError
 
@@ -49,7 +49,7 @@ class AsyncSave:
         self,
         target: Path,
         shards: Sequence[TensorShard],
-        data: ModelData,
+        data: LocalShards,
         group: dist.ProcessGroup | None,
         *,
         page_bytes: int,

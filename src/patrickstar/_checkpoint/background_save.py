@@ -3,7 +3,7 @@
 import warnings
 
 from patrickstar._distributed.process_group import Processes, explain_peer_failure
-from patrickstar._params.model_data import ModelData
+from patrickstar._params.local_shards import LocalShards
 from patrickstar.errors import CheckpointError
 
 
@@ -13,7 +13,7 @@ class BackgroundSave:
     reserved_bytes: host memory reserved for the save.
     """
 
-    def __init__(self, data: ModelData, world: Processes) -> None:
+    def __init__(self, data: LocalShards, world: Processes) -> None:
         self.data, self.world = data, world
         self.reserved_bytes = 0
 

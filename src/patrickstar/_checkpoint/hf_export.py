@@ -59,7 +59,7 @@ class HFExport:
 
         On failure no files remain. See [Note: export from several processes].
         """
-        world = self._state.data.world
+        world = self._state.shards.world
         items = (self._items[entry.name] for shard in self._shards.values() for entry in shard)
         values = (piece for item in items for piece in _values(self._state, item))
         is_writer = world.rank == 0

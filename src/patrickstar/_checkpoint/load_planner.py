@@ -16,8 +16,8 @@ from patrickstar._checkpoint.storage_reader import narrowed
 from patrickstar._hardware.direct_io import PAGE_BYTES
 from patrickstar._layout.schema import PARAM16
 from patrickstar._layout.shard_geometry import Box, listed, memory_order, uncovered
+from patrickstar._params.local_shards import LocalShards
 from patrickstar._params.managed_param import ManagedParam
-from patrickstar._params.model_data import ModelData
 from patrickstar._tiers.chunk import Chunk
 from patrickstar.errors import CheckpointError
 
@@ -43,7 +43,7 @@ class ShardLoadPlanner(LoadPlanner):
     buffered piece by piece.
     """
 
-    def __init__(self, data: ModelData, tensors: dict[str, torch.Tensor]) -> None:
+    def __init__(self, data: LocalShards, tensors: dict[str, torch.Tensor]) -> None:
         self.data = data
         self.tensors = tensors
         self._targets: dict[tuple[str, tuple[int, ...]], _Target] = {}

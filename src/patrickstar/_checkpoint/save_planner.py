@@ -29,8 +29,8 @@ from patrickstar._checkpoint.safetensors_file import DENSE_ADVICE, DTYPES
 from patrickstar._checkpoint.shard_box import ShardBox, boxes_in
 from patrickstar._layout.schema import PARAM16, PARAM32
 from patrickstar._layout.shard_geometry import Box, listed, uncovered
+from patrickstar._params.local_shards import LocalShards
 from patrickstar._params.managed_param import ManagedParam
-from patrickstar._params.model_data import ModelData
 from patrickstar.errors import CheckpointError
 
 
@@ -97,7 +97,7 @@ def chunk_of(box: Box) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
 
 
-def param_shards(data: ModelData, order: Sequence[int]) -> list[TensorShard]:
+def param_shards(data: LocalShards, order: Sequence[int]) -> list[TensorShard]:
     """Return this process's shards of parameters and optimizer states, chunk by chunk.
 
     What may change before the next update comes first: frozen parameters, and those whose update is delayed.
@@ -112,7 +112,7 @@ def param_shards(data: ModelData, order: Sequence[int]) -> list[TensorShard]:
     ]
 
 
-def _delayed_shards(data: ModelData, order: Sequence[int]) -> list[TensorShard]:
+def _delayed_shards(data: LocalShards, order: Sequence[int]) -> list[TensorShard]:
     """Return shards of the parameters that are not their rounded masters. See [Note: delayed updates]."""
     return [
         TensorShard.of(delayed_name_of(managed), stored, PARAM16, managed.shard_chunk.dtype)
@@ -123,7 +123,7 @@ def _delayed_shards(data: ModelData, order: Sequence[int]) -> list[TensorShard]:
     ]
 
 
-def _list_shards(data: ModelData, order: Sequence[int], is_first_rank: bool) -> list[TensorShard]:
+def _list_shards(data: LocalShards, order: Sequence[int], is_first_rank: bool) -> list[TensorShard]:
     """Return shards of the saved chunk lists of these indices."""
     shards = []
     for index in order:
@@ -175,7 +175,7 @@ def page_slices(shard: TensorShard, page_bytes: int) -> list[slice]:
     return [slice(begin, min(begin + length, shard.box.numel)) for begin in range(0, shard.box.numel, length)]
 
 
-def read_slice(shard: TensorShard, data: ModelData, part: slice) -> Iterator[torch.Tensor]:
+def read_slice(shard: TensorShard, data: LocalShards, part: slice) -> Iterator[torch.Tensor]:
     """Yield elements of a shard in row-major order. Use each tensor at once: chunks move."""
     if shard.plain is not None:
         yield torch.frombuffer(bytearray(shard.plain), dtype=torch.uint8)
@@ -197,7 +197,7 @@ def read_slice(shard: TensorShard, data: ModelData, part: slice) -> Iterator[tor
 class ShardSavePlanner(SavePlanner):
     """Plans the write items of this process for torch.distributed.checkpoint."""
 
-    def __init__(self, shards: Sequence[TensorShard], data: ModelData) -> None:
+    def __init__(self, shards: Sequence[TensorShard], data: LocalShards) -> None:
         self.shards = {shard.index: shard for shard in shards}
         self.data = data
 

@@ -7,8 +7,8 @@ import torch
 
 from patrickstar._layout.local_boxes import boxes_in_range
 from patrickstar._layout.shard_geometry import Box, boxes_of, memory_range
+from patrickstar._params.local_shards import LocalShards
 from patrickstar._params.managed_param import ManagedParam
-from patrickstar._params.model_data import ModelData
 
 # [Note: boxes of a shard]
 # A shard is a range of a parameter's elements in memory order. If the parameter is a DTensor, they are those of its
@@ -52,7 +52,7 @@ class ShardBox:
         """View the elements of the span as a tensor of the box's sizes."""
         return flat.as_strided(self.local.sizes, self.managed.region.strides, flat.storage_offset())
 
-    def copy(self, data: ModelData, kind: str) -> torch.Tensor:
+    def copy(self, data: LocalShards, kind: str) -> torch.Tensor:
         """Return a copy of the elements of the span in a chunk list, on the host."""
         span = self.span
         dtype = data.manager[kind, self.managed.location.chunk].dtype

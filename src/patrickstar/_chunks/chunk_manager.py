@@ -5,9 +5,8 @@ from collections.abc import Iterable
 import torch
 
 from patrickstar._chunks.device_cache import DeviceCache
-from patrickstar._chunks.io_dispatch import IODispatch
+from patrickstar._chunks.io_dispatch import IODispatch, PeerTransfers
 from patrickstar._chunks.transfers import ChunkTransfers
-from patrickstar._distributed.chunk_comm import ChunkComm
 from patrickstar._hardware.accelerator import DeviceClock
 from patrickstar._hardware.vm_pool import round_up
 from patrickstar._layout.schema import HOST_ONLY, PARAM16
@@ -39,7 +38,7 @@ class ChunkManager:
         disk: DiskTier | None = None,
         arena_bytes: int | None = None,
         hardware: Hardware | None = None,
-        comm: ChunkComm | None = None,
+        comm: PeerTransfers | None = None,
         evict_everything: bool = False,
     ) -> None:
         self.device = device

@@ -226,7 +226,7 @@ class DeviceCache:
 
     def _evicting(self, protected: set[Chunk]) -> list[Chunk]:
         """Return the chunks whose eviction is in flight and can be waited for, those that have started first."""
-        serving = self.io_dispatch.comm is not None and self.io_dispatch.comm.coordinator.serving
+        serving = self.io_dispatch.comm is not None and self.io_dispatch.comm.serving
         evicting = [
             (chunk.device.reader, chunk)
             for chunk in self.transfers.in_flight

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Protocol
 
 import torch
 
-from patrickstar._distributed.chunk_comm import ChunkComm
 from patrickstar._hardware.profiler_range import profiler_range
 from patrickstar._hardware.transfer import Transfer
 from patrickstar._schedule.step_timeline import Channel
@@ -17,10 +17,28 @@ from patrickstar._tiers.transfer_counters import TransferCounters
 from patrickstar.errors import DiskError, MoveError, TrainingError
 
 
+class PeerTransfers(Protocol):
+    """Transfers of sharded chunks between the processes of the group."""
+
+    counters: TransferCounters
+
+    @property
+    def serving(self) -> bool:
+        """True while this process serves requests of other ranks, and so must not wait for them."""
+
+    def gather(self, chunk: Chunk) -> Transfer:
+        """Start to all-gather a chunk into its device memory."""
+
+    def request_reduction(self, chunk: Chunk) -> Transfer:
+        """Request to reduce-scatter the gradients in a chunk."""
+
+
 class IODispatch:
     """Starts transfers and waits for them. After an error of a disk or worker thread it starts no more."""
 
-    def __init__(self, hardware: Hardware, disk: DiskTier | None, page: torch.Tensor, comm: ChunkComm | None) -> None:
+    def __init__(
+        self, hardware: Hardware, disk: DiskTier | None, page: torch.Tensor, comm: PeerTransfers | None
+    ) -> None:
         self.hardware = hardware
         self.disk = disk
         self.copies = hardware.copies()

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from patrickstar._distributed.process_group import World
-from patrickstar._distributed.rank_group import RankGroup
+from patrickstar._distributed.process_group import RankGroup, World
 from patrickstar._hardware.transfer import Transfer
 
 # [Note: summation order]

@@ -1,15 +1,14 @@
-"""Coordination steps of one process: exchange requests with the others, and execute the agreement."""
+"""Coordination steps of one process: exchange requests with the others, and agree."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Generic, TypeVar
 
 import torch
 
 from patrickstar._distributed.collectives import Collectives
 from patrickstar._distributed.gloo_collectives import GlooCollectives
-from patrickstar._distributed.process_group import World
-from patrickstar._distributed.rank_group import RankGroup
+from patrickstar._distributed.process_group import RankGroup, World
 from patrickstar._distributed.stream_collectives import StreamCollectives
 from patrickstar._hardware.accelerator import TorchDevice
 from patrickstar._schedule.coordination import Agreement, Message, Request, derive_agreement
@@ -22,27 +21,22 @@ _READY_PER_MESSAGE = 28
 _HEADER = 4
 
 
-class CoordinatedEngine(Protocol):
-    """Engine that executes agreements."""
-
-    def start_reduction(self, index: int, ranks: tuple[int, ...]) -> None:
-        """Start to reduce the gradients of a chunk from these ranks."""
-
-    def start_gather(self, index: int, ranks: tuple[int, ...], refresh: bool) -> None:
-        """Start to gather a chunk on these ranks; `refresh`: after an exchange of its shards between replicas."""
+_Engine = TypeVar("_Engine")
 
 
-class Coordinator:
+class Coordinator(Generic[_Engine]):
     """Runs the coordination steps of one process with the processes of its data-parallel group.
 
-    Ranks in messages and agreements are numbers in this group. See [Note: coordination steps].
+    Whoever negotiates executes the agreement, inside `executing`, for all engines that it concerns. Ranks in messages
+    and agreements are numbers in this group. See [Note: coordination steps].
     """
 
     def __init__(self, world: World, group: RankGroup, collectives: Collectives) -> None:
         self.world, self.group = world, group
         self.collectives = collectives
         """Shared by all engines: collectives are one sequence, too."""
-        self.engines: list[CoordinatedEngine] = []
+        self.engines: list[_Engine] = []
+        """All engines of the process; a chunk's engine is its global index / `CHUNKS_PER_ENGINE`."""
         self.ready: set[int] = set()
         """Global indices of chunks whose gradients are ready to be reduced."""
         self.serving = False
@@ -50,15 +44,15 @@ class Coordinator:
         self._broken = False
 
     @classmethod
-    def of(cls, world: World, group: RankGroup, accelerator: TorchDevice | None) -> "Coordinator":
+    def of(cls, world: World, group: RankGroup, accelerator: TorchDevice | None) -> "Coordinator[_Engine]":
         """Return the coordinator of a data-parallel group; create it for the first engine."""
         if group not in world.coordinators:
             collectives = GlooCollectives(world) if accelerator is None else StreamCollectives(world, accelerator)
             world.coordinators[group] = cls(world, group, collectives)
-        coordinator: Coordinator = world.coordinators[group]
+        coordinator: Coordinator[_Engine] = world.coordinators[group]
         return coordinator
 
-    def join(self, engine: CoordinatedEngine) -> int:
+    def join(self, engine: _Engine) -> int:
         """Register a new engine and return its number; all processes create engines in one order."""
         self.engines.append(engine)
         return len(self.engines) - 1
@@ -72,18 +66,17 @@ class Coordinator:
                 else "serving another process would require waiting for that process: raise device_memory"
             )
         requested = index if index < 0 else engine * CHUNKS_PER_ENGINE + index
-        agreement = derive_agreement(self._exchange(Message(request, requested, frozenset(self.ready), engine)))
+        return derive_agreement(self._exchange(Message(request, requested, frozenset(self.ready), engine)))
+
+    @contextmanager
+    def executing(self) -> Iterator[None]:
+        """Return a context for the execution of an agreement, in which no other can be negotiated."""
         self.serving = True
         try:
             with self.collective_section():
-                for chunk, ranks in agreement.reductions:
-                    self.engines[chunk // CHUNKS_PER_ENGINE].start_reduction(chunk % CHUNKS_PER_ENGINE, ranks)
-                for chunk, ranks in agreement.gathers:
-                    engine_of = self.engines[chunk // CHUNKS_PER_ENGINE]
-                    engine_of.start_gather(chunk % CHUNKS_PER_ENGINE, ranks, chunk in agreement.refreshes)
+                yield
         finally:
             self.serving = False
-        return agreement
 
     @contextmanager
     def collective_section(self) -> Iterator[None]:

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from patrickstar._distributed.collectives import Levels
-from patrickstar._distributed.process_group import Processes, World
-from patrickstar._distributed.rank_group import RankGroup
+from patrickstar._distributed.process_group import Processes, RankGroup, World
 from patrickstar._layout.shard_group import ShardGroup
 from patrickstar.errors import ConfigError
 

@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 
 from patrickstar._distributed.collectives import Bounds, Collectives, Levels, finish, shard_sizes, sum_dtype
-from patrickstar._distributed.process_group import World, explain_peer_failure
-from patrickstar._distributed.rank_group import RankGroup, gather_into
+from patrickstar._distributed.process_group import RankGroup, World, explain_peer_failure, gather_into
 from patrickstar._hardware.accelerator import DeviceClock
 from patrickstar._hardware.direct_io import PAGE_BYTES
 from patrickstar._hardware.job_queue import Job

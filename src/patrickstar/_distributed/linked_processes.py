@@ -6,7 +6,7 @@ import torch
 import xxhash
 
 from patrickstar._distributed.deadlock_watch import own_call
-from patrickstar._distributed.rank_group import RankGroup
+from patrickstar._distributed.process_group import RankGroup
 from patrickstar.errors import PeerError
 
 # [Note: linked processes]

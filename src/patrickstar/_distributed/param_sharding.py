@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from patrickstar._distributed.data_mesh import DataMesh
-from patrickstar._distributed.process_group import Processes, World
+from patrickstar._distributed.process_group import Processes
 from patrickstar._layout.local_boxes import MeshShard, local_boxes, local_shape
 from patrickstar._layout.process_partition import partition_processes
 from patrickstar._layout.shard_geometry import Box
@@ -49,7 +49,7 @@ class ParamSharding:
             part[_index(local)] = value[_index(held)]
         return part
 
-    def assemble(self, part: torch.Tensor, out: torch.Tensor, world: World) -> None:
+    def assemble(self, part: torch.Tensor, out: torch.Tensor, world: Processes) -> None:
         """Gather the parts of all processes into `out`, the whole value; every process must call this."""
         seen = set()
         for rank, boxes in enumerate(self.parts):

@@ -1,4 +1,4 @@
-"""Process group of a training run: members, agreement on options, and detection of processes that ended."""
+"""Processes of a training run and groups of them: agreement on options, and detection of processes that ended."""
 
 import inspect
 import json
@@ -7,7 +7,7 @@ import pickle
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -20,7 +20,6 @@ from torch.distributed import distributed_c10d
 
 from patrickstar._distributed.deadlock_watch import DeadlockWatch, own_call
 from patrickstar._distributed.group_creation import connect, store_barrier
-from patrickstar._distributed.rank_group import RankGroup
 from patrickstar._distributed.rendezvous import Launch, join_group
 from patrickstar._distributed.roster import group_prefix
 from patrickstar._distributed.single_process import SINGLE_PROCESS, SingleProcess
@@ -36,12 +35,55 @@ Partition = tuple[tuple[int, ...], ...]
 ALIVE_TIMEOUT_S = 10.0
 """Seconds for processes of other machines to report that they are alive, after a collective failed."""
 POLL_S = 0.1
+COLLECTIVE_POLL_S = 50e-6
+"""Seconds between checks of a pending all-gather."""
 _GLOO = "gloo/transport"
 """Part of the errors of gloo's collectives when another process has ended."""
 
 
 _worlds: "WeakKeyDictionary[dist.ProcessGroup, World]" = WeakKeyDictionary()
 """One World per process group of torch: its coordination steps are one sequence for all engines."""
+
+
+class RankGroup:
+    """Processes of the world that share chunks, or that coordinate.
+
+    Attributes:
+        ranks: Their ranks in the world; members are numbered in this order.
+        rank: Number of this process.
+        control: Process group for messages on the host.
+        data: Process group for chunks, of the compute device's backend.
+    """
+
+    def __init__(
+        self, world: "World", ranks: Sequence[int], control: dist.ProcessGroup | None, data: dist.ProcessGroup | None
+    ) -> None:
+        self.world, self.ranks = world, tuple(ranks)
+        self.rank, self.size = self.ranks.index(world.rank), len(self.ranks)
+        self.control, self.data = control, data
+
+    def all_gather(self, own: torch.Tensor) -> torch.Tensor:
+        """Gather flat tensors of one size from all members, in their order; raise PeerError if a process has ended.
+
+        The wait is in Python, so that Ctrl-C can interrupt it.
+        """
+        if self.size == 1:
+            return own.view(1, -1)
+        gathered = torch.empty(self.size * own.numel(), dtype=own.dtype, device="cpu")
+        with explain_peer_failure(self.world):
+            work = gather_into(gathered, own, self.control, async_op=True)
+            with self.world.watch.waiting() as wait:
+                while not work.is_completed():
+                    time.sleep(COLLECTIVE_POLL_S)
+                    wait.check()
+            work.wait()
+        return gathered.view(self.size, -1)
+
+    def broadcast(self, tensor: torch.Tensor, rank: int) -> None:
+        """Broadcast a tensor on the host from a member, given by its number."""
+        if self.size > 1:
+            with explain_peer_failure(self.world):
+                dist.broadcast(tensor, group_src=rank, group=self.control)
 
 
 class World:
@@ -169,10 +211,6 @@ class World:
 
     def broadcast(self, tensor: torch.Tensor, rank: int) -> None:
         self.everyone.broadcast(tensor, rank)
-
-    def explain_peer_failure(self) -> AbstractContextManager[None]:
-        """Replace PyTorch's error for a lost process by one that names the process."""
-        return explain_peer_failure(self)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Gather JSON-serializable values from all processes, by rank."""
@@ -327,6 +365,14 @@ def explain_peer_failure(world: "Processes") -> Iterator[None]:
         if isinstance(world, SingleProcess):
             raise
         raise world.explain_failure(error) from error
+
+
+def gather_into(
+    whole: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup | None, async_op: bool = False
+) -> Any:
+    """Call `all_gather_into_tensor`, by its name in this version of PyTorch."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(whole, part, group=group, async_op=async_op)
 
 
 def _default_timeout() -> timedelta:

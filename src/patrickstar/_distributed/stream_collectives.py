@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 
 from patrickstar._distributed.collectives import Bounds, Collectives, Levels, finish, sum_dtype
-from patrickstar._distributed.process_group import World
-from patrickstar._distributed.rank_group import RankGroup, gather_into
+from patrickstar._distributed.process_group import RankGroup, World, gather_into
 from patrickstar._hardware.accelerator import TorchDevice
 from patrickstar._hardware.transfer import Transfer
 from patrickstar._tiers.copy_streams import StreamTransfer

@@ -1,14 +1,14 @@
 """Transport of one chunk between the processes that share it: who sends which shards to whom."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
 
 from patrickstar._distributed.collectives import Collectives, shard_sizes
-from patrickstar._distributed.rank_group import RankGroup
+from patrickstar._distributed.process_group import RankGroup
 from patrickstar._hardware.transfer import Transfer
 from patrickstar._layout.chunk_mapping import ChunkSpec
 from patrickstar._layout.schema import SHARD16
@@ -16,31 +16,11 @@ from patrickstar._tiers.chunk import Chunk
 from patrickstar._tiers.transfer_counters import TransferCounters
 
 
-class ShardOwner(Protocol):
-    """Owner of this process's shards of chunks."""
-
-    has_gpu: bool
-    """True if an accelerator reads shards on the host beside it."""
+class OwnShards(NamedTuple):
+    """Chunks of this process, with its shards; `has_gpu`: an accelerator reads those on the host beside it."""
 
     chunks: Mapping[tuple[str, int], Chunk]
-    settle: Callable[[Chunk], None]
-    """Ends all that uses a chunk's memory."""
-
-    def parameters(self, index: int) -> torch.Tensor:
-        """Return the `param16` shard of a chunk that this process owns, on its current tier."""
-
-    def begin_reduction(self, index: int, contributes: bool) -> tuple[torch.Tensor | None, torch.Tensor, Chunk]:
-        """Prepare the reduction of a chunk's gradients.
-
-        Return this process's gradients of the whole chunk, zero where missing (None if it contributes none); the target
-        for the sum of its shard; and the chunk that holds the target.
-        """
-
-    def fits_host(self, chunk: Chunk) -> bool:
-        """Return whether a chunk's gradients on the device can be moved to the host."""
-
-    def move_gradients_to_host(self, chunk: Chunk, reduction: Transfer) -> None:
-        """Copy a chunk's gradients to the host, until their reduction, which reads them there."""
+    has_gpu: bool
 
 
 class Transport(ABC):
@@ -59,8 +39,12 @@ class Transport(ABC):
         self.collectives, self.counters = collectives, counters
 
     @abstractmethod
+    def reads_shard(self, ranks: Sequence[int], refresh: bool) -> bool:
+        """Return whether a gather reads this process's `param16` shard, which then has to hold the parameters."""
+
+    @abstractmethod
     def gather(
-        self, owner: ShardOwner, whole: torch.Tensor | None, ranks: Sequence[int], refresh: bool
+        self, own: OwnShards, whole: torch.Tensor | None, ranks: Sequence[int], refresh: bool
     ) -> Transfer | None:
         """Start to gather the chunk on these ranks, on this one into `whole`.
 
@@ -109,22 +93,26 @@ class FlatTransport(Transport):
         self.group, self.members, self.elsewhere = group, members, elsewhere
         self.alone = group.size == 1
 
+    def reads_shard(self, ranks: Sequence[int], refresh: bool) -> bool:
+        return bool(self._among(ranks))
+
     def gather(
-        self, owner: ShardOwner, whole: torch.Tensor | None, ranks: Sequence[int], refresh: bool
+        self, own: OwnShards, whole: torch.Tensor | None, ranks: Sequence[int], refresh: bool
     ) -> Transfer | None:
         group, bounds, targets = self.group, self.bounds, self._among(ranks)
         if not targets:
             return None
-        own = owner.parameters(self.index)
+        shard = own.chunks[SHARD16, self.index]
+        part = shard.current(shard.whole)
         if whole is not None:
-            self.counters.h2d_bytes += own.nbytes
-        self.counters.gathered_bytes += own.nbytes * (len(targets) - (whole is not None))
-        self.counters.inter_replica_gathered_bytes += own.nbytes * len(set(targets) & set(self.elsewhere))
+            self.counters.h2d_bytes += part.nbytes
+        self.counters.gathered_bytes += part.nbytes * (len(targets) - (whole is not None))
+        self.counters.inter_replica_gathered_bytes += part.nbytes * len(set(targets) & set(self.elsewhere))
         if whole is not None and len(targets) == group.size:
-            gathering = self.collectives.all_gather(group, own, whole, bounds)
-            keep_shard(owner, self.index, gathering)
+            gathering = self.collectives.all_gather(group, part, whole, bounds)
+            keep_shard(own, self.index, gathering)
         else:
-            gathering = self.collectives.gather_to(group, own, whole, bounds, targets)
+            gathering = self.collectives.gather_to(group, part, whole, bounds, targets)
             gathering.wait()  # the source may change as soon as this process continues
         return gathering
 
@@ -146,8 +134,8 @@ class FlatTransport(Transport):
         return tuple(number for number, member in enumerate(self.members) if member in ranks)
 
 
-def keep_shard(owner: ShardOwner, index: int, reader: Transfer) -> None:
+def keep_shard(own: OwnShards, index: int, reader: Transfer) -> None:
     """Keep the `param16` shard of a chunk, if the device reads it on the host, unchanged until `reader` has ended."""
-    own = owner.chunks[SHARD16, index]
-    if not own.device.valid and owner.has_gpu:
-        own.host.reader = reader
+    shard = own.chunks[SHARD16, index]
+    if not shard.device.valid and own.has_gpu:
+        shard.host.reader = reader

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import torch
 
 from patrickstar._distributed.collectives import Collectives, Levels, sum_dtype
-from patrickstar._distributed.rank_group import RankGroup
-from patrickstar._distributed.transport import ShardOwner, Transport, keep_shard
+from patrickstar._distributed.process_group import RankGroup
+from patrickstar._distributed.transport import OwnShards, Transport, keep_shard
 from patrickstar._hardware.transfer import Transfer
 from patrickstar._layout.chunk_mapping import ChunkSpec
-from patrickstar._layout.schema import NODE16
+from patrickstar._layout.schema import NODE16, SHARD16
 from patrickstar._tiers.transfer_counters import TransferCounters
 
 # [Note: two levels of transport]
@@ -41,43 +41,45 @@ class TwoLevelTransport(Transport):
         self.group, self.levels = group, levels
         self.stale = True
 
+    def reads_shard(self, ranks: Sequence[int], refresh: bool) -> bool:
+        return refresh and bool(self.levels.part_bounds(self.bounds)[-1])
+
     def gather(
-        self, owner: ShardOwner, whole: torch.Tensor | None, ranks: Sequence[int], refresh: bool
+        self, own: OwnShards, whole: torch.Tensor | None, ranks: Sequence[int], refresh: bool
     ) -> Transfer | None:
         shard = self.levels.shard
         if refresh:
-            self._refresh(owner)
+            self._refresh(own)
         targets = self._in_replica(ranks)
         if not targets:
             return None
-        node = owner.chunks[NODE16, self.index]
-        own = node.flat_on_host(0, node.numel)
+        node = own.chunks[NODE16, self.index]
+        mine = node.flat_on_host(0, node.numel)
         if whole is not None:
-            self.counters.h2d_bytes += own.nbytes
-        self.counters.gathered_bytes += own.nbytes * (len(targets) - (whole is not None))
+            self.counters.h2d_bytes += mine.nbytes
+        self.counters.gathered_bytes += mine.nbytes * (len(targets) - (whole is not None))
         bounds = self.levels.shard_bounds(self.bounds)
         if whole is not None and len(targets) == shard.size:
-            gathering = self.collectives.all_gather(shard, own, whole, bounds, in_order=True)
+            gathering = self.collectives.all_gather(shard, mine, whole, bounds, in_order=True)
         else:
-            gathering = self.collectives.gather_to(shard, own, whole, bounds, targets, in_order=True)
+            gathering = self.collectives.gather_to(shard, mine, whole, bounds, targets, in_order=True)
         node.host.reader = gathering
         return gathering
 
-    def _refresh(self, owner: ShardOwner) -> None:
+    def _refresh(self, own: OwnShards) -> None:
         """Exchange the parts of this replica's shard with the other replicas."""
         self.stale = False
-        node = owner.chunks[NODE16, self.index]
+        node, shard, replicate = own.chunks[NODE16, self.index], own.chunks[SHARD16, self.index], self.levels.replicate
         if not node.numel:
             return
-        part, replicate = owner.parameters(self.index), self.levels.replicate
-        owner.settle(node)  # earlier gathers have read it
+        part = shard.current(shard.whole)
         target = node.flat_on_host(0, node.numel)
         node.host.writer = self.collectives.all_gather(replicate, part, target, self.levels.part_bounds(self.bounds))
-        keep_shard(owner, self.index, node.host.writer)
+        keep_shard(own, self.index, node.host.writer)
         sent_bytes = part.nbytes * (replicate.size - 1)
         self.counters.gathered_bytes += sent_bytes
         self.counters.inter_replica_gathered_bytes += sent_bytes
-        if owner.has_gpu:
+        if own.has_gpu:
             self.counters.h2d_bytes += part.nbytes
             self.counters.d2h_bytes += node.nbytes
 

@@ -8,8 +8,7 @@ import torch
 
 from patrickstar._distributed.collectives import Bounds, Collectives, Levels, sum_dtype
 from patrickstar._distributed.coordinator import Coordinator
-from patrickstar._distributed.process_group import Partition, World
-from patrickstar._distributed.rank_group import RankGroup
+from patrickstar._distributed.process_group import Partition, RankGroup, World
 from patrickstar._dry_run.cluster import Cluster
 from patrickstar._dry_run.simulated_channels import SimulatedTransfer
 from patrickstar._dry_run.simulated_hardware import SimulatedHardware
@@ -37,7 +36,7 @@ class SimulatedGroup(RankGroup):
         """Do nothing: the tensor has the values of the others."""
 
 
-class SimulatedCoordinator(Coordinator):
+class SimulatedCoordinator(Coordinator[Any]):
     """Coordinator that takes the others' messages to be those of this process."""
 
     def __init__(self, world: World, group: RankGroup, collectives: "SimulatedCollectives") -> None:

@@ -235,7 +235,7 @@ def _transfers(stats: StepStats) -> tuple[int, ...]:
 
 
 def _first_parameters(engine: Any) -> dict[int, str]:
-    return {index: managed_params[0].name for index, managed_params in engine._core.data.by_chunk.items()}
+    return {index: managed_params[0].name for index, managed_params in engine._core.shards.by_chunk.items()}
 
 
 def _least_device_bytes(manager: ChunkManager, trace: Trace) -> int:

@@ -37,11 +37,11 @@ def averaged(core: EngineCore, groups: Mapping[ManagedParam, Mapping[str, Any]])
         raise TrainingError("the parameters are the averages already: engine.averaged() can't be nested")
     core.complete()
     core.flush()
-    if any(managed.state.has_any_gradient for managed in core.data.managed_params):
+    if any(managed.state.has_any_gradient for managed in core.shards.managed_params):
         raise TrainingError(
             "engine.averaged() needs a step without stored gradients: call optimizer.step() or zero_grad() first"
         )
-    updated = [managed for managed in core.data.managed_params if managed.schema.trained and managed.steps]
+    updated = [managed for managed in core.shards.managed_params if managed.schema.trained and managed.steps]
     replaced: list[ManagedParam] = []
     core.averaged = True
     try:

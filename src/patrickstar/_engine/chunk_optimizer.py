@@ -16,7 +16,6 @@ from patrickstar._engine.core import EngineCore
 from patrickstar._engine.optimizer_state import OptimizerState
 from patrickstar._hardware.sigint_gate import interruption_point
 from patrickstar._params.managed_param import ManagedParam
-from patrickstar._params.shard_collectives import share_optimizer_extra
 from patrickstar._params.tensor_subclass import managed_param_of
 from patrickstar._schedule.coordination import Request
 from patrickstar.errors import ConfigError, ModelError, TrainingError
@@ -146,8 +145,8 @@ class ChunkOptimizer(torch.optim.Optimizer):
         self._core.check_open()
         with self._core.close_on_data_loss():
             self._core.complete()
-            self._core.data.synchronize_processes(Request.STATE)
-            with self._core.data.collective_section():
+            self._core.sharing.synchronize_processes(Request.STATE)
+            with self._core.sharing.collective_section():
                 return self._state_dict()
 
     def _state_dict(self) -> dict[str, Any]:
@@ -155,7 +154,7 @@ class ChunkOptimizer(torch.optim.Optimizer):
         groups = self._packed_groups(positions.__getitem__)
         state: dict[Any, Any] = {}
         together = self._core.optimizer_step.together
-        share_optimizer_extra(self._core.data.managed_params, self._core.world)
+        self._core.sharing.share_optimizer_extra()
         for managed, position in positions.items():
             if managed.steps:
                 absent = () if together is None else together.optimizer.absent(managed.name)

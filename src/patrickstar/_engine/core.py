@@ -41,12 +41,14 @@ from patrickstar._hardware.sigint_gate import deferring_sigint, interruptible
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.torch_optim_adapter import import_compiler
 from patrickstar._layout.chunk_mapping import Layout
+from patrickstar._params.local_shards import LocalShards
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
 from patrickstar._params.modes import managing
+from patrickstar._params.one_process import OneProcess
 from patrickstar._params.out_of_memory import explain, is_out_of_memory
 from patrickstar._params.precision import LossScaler
-from patrickstar._params.sharded_model_data import ShardedModelData
+from patrickstar._params.several_processes import SeveralProcesses
 from patrickstar._params.state_dict import ModelState
 from patrickstar._params.tensor_subclass import managed_param_of
 from patrickstar._schedule.coordination import Request
@@ -136,23 +138,21 @@ class EngineCore:
         self.manager.device_tier.non_model_bytes, self.manager.device_tier.fragmentation = outside
         policy = prefetch_policy or (None if comm is None else AggressivePrefetch)
         self.tracer = Tracer(self.manager, meter, policy, self.distribution.linked)
-        self.data = (
-            ModelData(self.manager, self.tracer, world)
-            if comm is None
-            else ShardedModelData(self.manager, self.tracer, comm, reduce_in_fp32=config.reduce_dtype == "fp32")
-        )
+        shards = self.shards = LocalShards(self.manager, self.tracer, world)
+        self.sharing = OneProcess(shards) if comm is None else SeveralProcesses(shards, comm, config.reduce_dtype)
+        self.data = ModelData(self.sharing)
         self.scaler = LossScaler(config.precision == "fp16")
         self.kernels = kernels if kernels is not None else Kernels.best(self.device)
-        self.gradients = Gradients(self.data, self.scaler, self.kernels, late=config.update is not None)
-        self.model_state = ModelState(construction.described, self.data)
+        self.gradients = Gradients(self.sharing, self.scaler, self.kernels, late=config.update is not None)
+        self.model_state = ModelState(construction.described, self.sharing)
         buffers = plan.staging_size, plan.buffer_bytes
-        self.optimizer_step = OptimizerStep(self.data, config.optimizer, self.kernels, *buffers, config.update)
+        self.optimizer_step = OptimizerStep(self.shards, config.optimizer, self.kernels, *buffers, config.update)
         if (disk := self.optimizer_step.updates.disk) is not None:
             disk.read_ahead.enabled = prefetch_policy is not DemandFetch
         self.full_state = FullState(self.model_state, self.optimizer_step)
-        self.optimizer_placement = OptimizerPlacement(self.layout, self.data, self.optimizer_step, self.tracer)
-        self.optimizer_in_backward = OptimizerInBackward(self.data, self.optimizer_step, speculates)
-        self.interceptor = Interceptor(self.gradients, self.optimizer_in_backward, self.full_state)
+        self.optimizer_placement = OptimizerPlacement(self.layout, self.shards, self.optimizer_step, self.tracer)
+        self.optimizer_in_backward = OptimizerInBackward(self.sharing, self.optimizer_step, speculates)
+        self.interceptor = Interceptor(self.data, self.gradients, self.optimizer_in_backward, self.full_state)
         self.close_on_data_loss = self.interceptor.closer.close_on_data_loss
         self.activation_offload = ActivationOffload(self.manager) if config.activation_offload else None
         ram_bytes = memory[1] if hardware.has_gpu else sum(memory)
@@ -178,10 +178,10 @@ class EngineCore:
         move_buffers(self.modules, self.device)
         self.tracer.calibrate()
         self.optimizer_placement.begin(plan.placement)
-        every = self.data.managed_params
+        every = self.shards.managed_params
         self.model_params = [each for each in every if each.name.partition(".")[0] not in self.frozen]
         """Parameters of the model, in creation order."""
-        self.by_name = {managed.name: managed for managed in self.data.managed_params}
+        self.by_name = {managed.name: managed for managed in self.shards.managed_params}
         self.lazy_state = LazyState(self.interceptor)
         self.module_hooks = ModuleHooks(
             self.interceptor, self.lazy_state.before_state_dict, self.lazy_state.after_state_dict
@@ -198,11 +198,11 @@ class EngineCore:
         self.stats = Stats(_retries=hardware.allocator_stats().retries)
         self.recording: object = None
         """What records the steps, if they are recorded."""
-        self.background_save = BackgroundSave(self.data, world)
+        self.background_save = BackgroundSave(self.shards, world)
 
     def begin_iteration(self, key: Hashable, inputs: tuple[Any, Any]) -> None:
         """Open an iteration of this kind, unless one is open, before a forward with these args and kwargs."""
-        self.data.residency.begin_iteration(key, before_backward=not self.data.backwards_in_step)
+        self.data.residency.begin_iteration(key, before_backward=not self.shards.backwards_in_step)
         self._inputs = None
         if self._explain_refusal is not None and self.tracer.unconfirmed:
             self._inputs = InputRecord(inputs)
@@ -233,7 +233,7 @@ class EngineCore:
         self.manager.device_tier.note_non_model_bytes()
         with self.internal_computation():
             self.optimizer_in_backward.finish(groups)
-            self.data.synchronize_gradients(Request.STEP)
+            self.sharing.synchronize_gradients(Request.STEP)
             self.gradients.begin_step(groups)
             overflow = self.gradients.overflowed()
             speculation = self.optimizer_in_backward.speculation
@@ -245,7 +245,7 @@ class EngineCore:
                 self.optimizer_step.skip()
             else:
                 self.optimizer_step.run(groups.get, self.gradients.scales)
-            self.data.close_step(() if overflow else groups)
+            self.sharing.close_step(() if overflow else groups)
             self.gradients.drop()
             self.optimizer_step.end_step(() if overflow else param_groups)
             self.data.place_embeddings()
@@ -263,16 +263,16 @@ class EngineCore:
         self.optimizer_in_backward.check_inactive("dropping gradients")
         with self.close_on_data_loss():
             self.optimizer_in_backward.speculation.cancel()
-            self.data.synchronize_to_drop()
-            if self.config.update is not None and any(each.state.has_any_gradient for each in self.data.managed_params):
+            self.sharing.synchronize_to_drop()
+            if self.gradients.late and any(each.state.has_any_gradient for each in self.shards.managed_params):
                 self._flush()
-                self.data.backwards_in_step = 0
+                self.shards.backwards_in_step = 0
             self.optimizer_step.end_step()  # of one that was interrupted
             if to_zeros:
                 self.gradients.zero()
             else:
                 self.gradients.drop()
-                self.gradients.forget(self.data.managed_params)
+                self.gradients.forget(self.shards.managed_params)
 
     @engine_call
     def flush(self) -> None:
@@ -280,13 +280,13 @@ class EngineCore:
         self.check_open()
         if self.config.update is not None:
             self.data.residency.end()
-            self.data.synchronize_processes(Request.WRITE)
+            self.sharing.synchronize_processes(Request.WRITE)
             self._flush()
 
     def _flush(self) -> None:
         with self.internal_computation():
             self.optimizer_step.flush()
-            self.data.drop_gathered()
+            self.sharing.drop_gathered()
 
     def close(self, keep: bool) -> None:
         """Free all chunks; see `Engine.close`."""
@@ -297,7 +297,7 @@ class EngineCore:
         if self.release.alive and self.world.size > 1 and keep:
             with self.close_on_data_loss():
                 self.complete()
-                self.data.synchronize_processes(Request.CLOSE)
+                self.sharing.synchronize_processes(Request.CLOSE)
                 self.gradients.drop()
                 self.model_state.synchronized = True
         lost = self.release()
@@ -370,7 +370,7 @@ class EngineCore:
             self.interceptor.hidden_nodes.clear()
             self.optimizer_in_backward.cancel()
             self.data.release_all()
-            self.data.update_param_views()
+            self.shards.update_param_views()
             with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
                 self.data.finish_backward_gradients()
             inputs, self._inputs = self._inputs, None
@@ -379,7 +379,7 @@ class EngineCore:
                 with interruptible():
                     raise self._explain_refusal(self, inputs, error) from error
             if is_out_of_memory(error):
-                raise explain("an operator", self.data, error) from error
+                raise explain("an operator", self.shards, error) from error
             raise
 
     def check_not_averaged(self, operation: str) -> None:

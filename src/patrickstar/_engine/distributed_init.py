@@ -6,7 +6,6 @@ from importlib.metadata import version
 import torch
 from torch import nn
 
-from patrickstar._distributed.chunk_comm import ChunkComm
 from patrickstar._distributed.coordinator import Coordinator
 from patrickstar._distributed.data_mesh import DataMesh
 from patrickstar._distributed.param_sharding import local_part
@@ -15,6 +14,7 @@ from patrickstar._distributed.single_process import SingleProcess
 from patrickstar._engine.param_init import make_layout
 from patrickstar._hardware.accelerator import TorchDevice
 from patrickstar._layout.chunk_mapping import Layout, ParamSpec
+from patrickstar._params.chunk_comm import ChunkComm
 from patrickstar.config import Config
 from patrickstar.errors import ConfigError
 
@@ -82,5 +82,5 @@ def chunk_comm(world: Processes, mesh: DataMesh, accelerator: TorchDevice | None
     if isinstance(world, SingleProcess):
         return None
     comm = ChunkComm(Coordinator.of(world, mesh.group(world), accelerator), mesh.levels(world))
-    comm.register(layout.chunks)
+    comm.transports.register(layout.chunks)
     return comm

@@ -138,7 +138,7 @@ class Engine:
 
     def __repr__(self) -> str:
         core, config = self._core, self.config
-        numel = sum(managed.numel for managed in core.data.managed_params)
+        numel = sum(managed.numel for managed in core.shards.managed_params)
         budgets = [
             f"device {format_size(core.device_budget_bytes)}",
             f"host {format_size(core.host_budget_bytes)}",
@@ -435,7 +435,7 @@ class Engine:
         self._core.check_open()
         value = float(value)  # raises before other processes are waited for
         with self._core.close_on_data_loss():
-            self._core.data.synchronize_processes(Request.AVERAGE)
+            self._core.sharing.synchronize_processes(Request.AVERAGE)
             with interruptible():
                 gathered = self.world.all_gather(torch.tensor([value], dtype=torch.float64, device="cpu"))
             return float(sum(gathered[:, 0].tolist()) / self.world.size)
@@ -464,8 +464,8 @@ class Engine:
         self._core.interceptor.data_attribute.check(self._core.interceptor, writes=False)
         with self._core.close_on_data_loss():
             self._core.complete()
-            self._core.data.synchronize_processes(Request.STATE)
-            with self._core.data.collective_section():
+            self._core.sharing.synchronize_processes(Request.STATE)
+            with self._core.sharing.collective_section():
                 return self._core.model_state.state_dict(names)
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = True) -> None:
@@ -485,7 +485,7 @@ class Engine:
             self._core.complete()
             self._core.flush()
             self._core.background_save.copy_all()
-            self._core.data.synchronize_processes(Request.STATE)  # from here on no process gathers old values
+            self._core.sharing.synchronize_processes(Request.STATE)  # from here on no process gathers old values
             self._core.gradients.drop()
             self._core.model_state.load_state_dict(state_dict, strict)
 
@@ -528,8 +528,8 @@ class Engine:
         export = HFExport(self._core.model_state, dtype, max_shard_bytes)
         with self._core.internal_computation():
             self._core.complete()
-            self._core.data.synchronize_processes(Request.STATE)
-            with self._core.data.collective_section():
+            self._core.sharing.synchronize_processes(Request.STATE)
+            with self._core.sharing.collective_section():
                 failed = export.write(Path(directory))
         if failed is not None:
             raise failed
@@ -596,5 +596,5 @@ class Engine:
             DiskError, MoveError: A disk or transfer failed, and lost parameters are NaN. All memory has been freed.
         """
         if keep and not self._core.world.rank and self._core.release.alive:
-            warn_of_lost_digits(self._core.data.managed_params)
+            warn_of_lost_digits(self._core.shards.managed_params)
         self._core.close(keep)

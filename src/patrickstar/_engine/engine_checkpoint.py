@@ -41,7 +41,6 @@ from patrickstar._hardware.direct_io import BLOCK_BYTES, PAGE_BYTES
 from patrickstar._hardware.sigint_gate import interruptible, interruption_point
 from patrickstar._layout.schema import PARAM16, PARAM32
 from patrickstar._params.managed_param import ManagedParam
-from patrickstar._params.shard_collectives import share_optimizer_extra
 from patrickstar._params.tensor_subclass import managed_param_of
 from patrickstar._schedule.coordination import Request
 from patrickstar.errors import CheckpointError, PatrickStarError, TrainingError
@@ -65,20 +64,20 @@ class EngineCheckpoint:
             done: Called when the checkpoint is complete.
             frozen: Include frozen parameters.
         """
-        core, data = self.core, self.core.data
+        core, shards = self.core, self.core.shards
         self.core.background_save.wait()
         core.optimizer_in_backward.check_inactive("saving")
         core.complete()
         unused = [
             managed.name
-            for managed in data.managed_params
-            if data.has_gradient(managed) or managed.state.partial is not None
+            for managed in shards.managed_params
+            if managed.in_next_step or managed.state.partial is not None
         ]
         if not unused and core.optimizer_step.lock_free is not None:
             core.flush()  # checkpoints hold no sums of gradients
-        data.synchronize_processes(Request.STATE)
-        with data.collective_section():
-            share_optimizer_extra(data.managed_params, data.world)
+        core.sharing.synchronize_processes(Request.STATE)
+        with core.sharing.collective_section():
+            core.sharing.share_optimizer_extra()
             pieces: list[TensorShard] = []
             error: Exception | None = None
             try:
@@ -97,7 +96,7 @@ class EngineCheckpoint:
                 page_bytes = self._reserve_pages()
                 target = Path(core.world.all_gather_object(str(target.absolute()))[0])
                 group = core.world.checkpoints
-                data.saving = saving = AsyncSave(target, pieces, data, group, page_bytes=page_bytes, done=done)
+                shards.saving = saving = AsyncSave(target, pieces, shards, group, page_bytes=page_bytes, done=done)
                 saving.copy_volatile()
         if error is not None:
             raise error
@@ -129,7 +128,7 @@ class EngineCheckpoint:
         page_bytes = min(PAGE_BYTES, max(1, 2 * largest // PAGES // BLOCK_BYTES) * BLOCK_BYTES)
         while not manager.free_host(page_bytes * PAGES) and page_bytes > BLOCK_BYTES:
             page_bytes = max(1, page_bytes // 2 // BLOCK_BYTES) * BLOCK_BYTES
-        core.data.update_param_views()
+        core.shards.update_param_views()
         agreed: int = min(core.world.all_gather_object(page_bytes))
         self.core.background_save.reserved_bytes = agreed * PAGES if manager.host_tier.has_room(agreed * PAGES) else 0
         manager.host_tier.reserve(self.core.background_save.reserved_bytes, "a checkpoint being written")
@@ -148,7 +147,7 @@ class EngineCheckpoint:
             )
             shards += whole_tensors({f"model.{name}": value for name, value in self._buffers().items()})
         saved = {managed for managed in core.model_params if frozen or managed.schema.trained}
-        shards += [piece for piece in param_shards(core.data, core.optimizer_step.order) if piece.managed in saved]
+        shards += [piece for piece in param_shards(core.shards, core.optimizer_step.order) if piece.managed in saved]
         return shards
 
     def _common_metadata(self, frozen: bool) -> CommonMetadata:
@@ -195,14 +194,14 @@ class EngineCheckpoint:
 
     def load(self, folder: Path, state: Mapping[str, Any]) -> dict[str, Any]:
         """Load everything and return the user's state."""
-        core, data = self.core, self.core.data
+        core, shards = self.core, self.core.shards
         self.core.background_save.wait()
         core.optimizer_in_backward.check_inactive("loading a checkpoint")
         core.complete()
-        data.synchronize_processes(Request.STATE)
+        core.sharing.synchronize_processes(Request.STATE)
         reader: CheckpointReader | None = None
         error: Exception | None = None
-        with data.collective_section():
+        with core.sharing.collective_section():
             try:
                 reader = CheckpointReader(folder)
                 common = read_common(reader)
@@ -223,7 +222,7 @@ class EngineCheckpoint:
                 group: dist.ProcessGroup | None = core.world.checkpoints
                 try:
                     with explain_peer_failure(self.core.world):
-                        planner = ShardLoadPlanner(data, self._targets(reader, source))
+                        planner = ShardLoadPlanner(shards, self._targets(reader, source))
                         dcp_calls.load(reader, planner, group)
                     self._restore(reader, common, planner.holds_delayed)
                 except CheckpointError as caught:
@@ -319,7 +318,7 @@ class EngineCheckpoint:
         self, reader: CheckpointReader, common: CommonMetadata, holds_delayed: Callable[[ManagedParam], bool]
     ) -> None:
         """Restore what depends on the loaded chunk lists, and plain data."""
-        core, data = self.core, self.core.data
+        core, shards = self.core, self.core.shards
         core.optimizer_step.resume(common.optimizer_steps)
         delayed = core.optimizer_step.delayed if core.optimizer_step.is_late else None
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
@@ -334,8 +333,8 @@ class EngineCheckpoint:
                 if delayed is not None and holds_delayed(managed):
                     delayed.hold_back(managed)
                 else:
-                    data.follow_master(managed)
-        data.drop_gathered()
+                    shards.follow_master(managed)
+        core.sharing.drop_gathered()
         core.scaler.load_state_dict(common.loss_scale)
         self.optimizer._update_groups(common.groups)
         if (together := core.optimizer_step.together) is not None:

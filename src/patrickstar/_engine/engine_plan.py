@@ -23,7 +23,7 @@ def plan_step(
             "engine.plan can't simulate operators that communicate, as those of DTensors do: use patrickstar plan"
         )
     if core.release.alive:
-        core.data.synchronize_processes(Request.PLAN)
+        core.sharing.synchronize_processes(Request.PLAN)
         with core.interceptor.lock, core.internal_computation():
             core.optimizer_step.updates.finish_running()  # beside updates all that is measured is slower
     step = forward_backward_step(loss, args, kwargs, core.gradients.last_clips)

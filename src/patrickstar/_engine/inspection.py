@@ -121,7 +121,7 @@ def inspect(core: EngineCore) -> Inspection:
 
 
 def _inspect(core: EngineCore) -> Inspection:
-    manager, closed = core.manager, core.data.closed
+    manager, closed = core.manager, core.shards.closed
     device, host, counters = manager.device_tier, manager.host_tier, manager.counters
     file = None if manager.disk_tier is None else manager.disk_tier.file
     return Inspection(
@@ -129,7 +129,7 @@ def _inspect(core: EngineCore) -> Inspection:
         TierUsage(host.budget_bytes, host.used, host.other_bytes, host.touched_bytes),
         None if file is None else DiskUsage(file.path, *((0, 0) if closed else (file.nbytes, file.used_bytes))),
         tuple(_chunk_info(chunk, core) for chunk in manager.chunks.values()),
-        () if closed else tuple(_parameter_info(managed, core) for managed in core.data.managed_params),
+        () if closed else tuple(_parameter_info(managed, core) for managed in core.shards.managed_params),
         tuple(MomentInfo(moment.chunks, moment.non_model_bytes) for moment in core.tracer.trace.moments),
         core.scaler.scale,
         manager.transfers.keep_duplicates,
@@ -143,7 +143,7 @@ def _chunk_info(chunk: Chunk, core: EngineCore) -> ChunkInfo:
     tiers = tuple(tier for tier, is_valid in valid.items() if is_valid)
     state = None
     if chunk.kind == PARAM16:
-        state = chunk_state(managed.state.tensor for managed in core.data.by_chunk[chunk.index]).name
+        state = chunk_state(managed.state.tensor for managed in core.shards.by_chunk[chunk.index]).name
     return ChunkInfo(chunk.kind, chunk.index, str(chunk.dtype).split(".")[-1], chunk.nbytes, tiers, chunk.pins, state)
 
 

@@ -60,13 +60,13 @@ class LazyState:
 
         With several processes it is a copy: a read is collective, and all of them read at once.
         """
-        data = self._interceptor.data
-        if data.world.size > 1:
+        shards = self._interceptor.data.shards
+        if shards.world.size > 1:
             return self._interceptor.full_state.read(managed, kind)
         is_param = kind == managed.full_kind
         if is_param and (known := self._params.get(managed)) is not None and id(known) in managed.views:
             return known  # it has not kept values that the parameter had before an assignment of its data
-        dtype = managed.full_dtype if is_param else data.manager[kind, managed.location.chunk].dtype
+        dtype = managed.full_dtype if is_param else shards.manager[kind, managed.location.chunk].dtype
         elements = ListElements(self._interceptor, managed, kind)
         lazy = LazyTensor(elements, managed.full_shape, managed.full_strides, dtype, torch.device("cpu"))
         if is_param:

@@ -64,10 +64,10 @@ class OptimizerState(Mapping[Any, ParamStates]):
         return ParamStates(self._core, managed)
 
     def __iter__(self) -> Iterator[Any]:
-        return (managed.param for managed in self._core.data.managed_params if managed.steps)
+        return (managed.param for managed in self._core.shards.managed_params if managed.steps)
 
     def __len__(self) -> int:
-        return sum(managed.steps > 0 for managed in self._core.data.managed_params)
+        return sum(managed.steps > 0 for managed in self._core.shards.managed_params)
 
     def __contains__(self, param: object) -> bool:
         managed = managed_param_of(param)

@@ -197,9 +197,8 @@ def move_params(
 ) -> None:
     """Move the parameters into their chunks one at a time, freeing the old memory of each before the next."""
     schemas = {param.name: param.schema for param in params}
-    sharded = any(chunk.sharded for chunk in layout.chunks)
     # No process has all of a sharded weight on its host.
-    embeddings = set() if sharded else lookup_weights(module)
+    embeddings = set() if any(chunk.sharded for chunk in layout.chunks) else lookup_weights(module)
     by_name = dict(module.named_parameters())
     creation = {name: position for position, name in enumerate(by_name)}
     manager = data.manager
@@ -222,14 +221,14 @@ def move_params(
                 flat = _own_elements(managed, weights)
             managed.given_dtype = flat.dtype
             for kind in (own.kind, PARAM32) if managed.schema.trained else (own.kind,):
-                for where, part in data.parts(managed, kind, write=True):  # both may be on disk by now
+                for where, part in data.shards.parts(managed, kind, write=True):  # both may be on disk by now
                     part.copy_(flat[where])
             if param.is_meta or param.device.type != data.manager.device.type or param.dtype != chunk.dtype:
                 replace_data(param, torch.empty(0, dtype=chunk.dtype, device=chunk.compute_device))
             del flat
-            data.add(managed)
+            data.shards.add(managed)
             interceptor.intercept(managed)
-    data.managed_params.sort(key=lambda managed: creation[managed.name])
+    data.shards.managed_params.sort(key=lambda managed: creation[managed.name])
 
 
 def move_buffers(module: nn.Module, device: torch.device) -> None:
@@ -288,29 +287,30 @@ def unfreeze(
         if (PARAM16, chunk.index) not in data.manager.chunks:
             on_disk = data.manager.disk_tier is not None
             create_chunks(chunk, ChunkTiers(Tier.DEVICE, Tier.DISK) if on_disk else HOST, data.manager)
-    data.register_shards(extended)
+    if data.sharing.comm is not None:
+        data.sharing.comm.transports.register(extended.chunks)
     for managed, spec in zip(managed_params, specs, strict=True):
-        data.ensure_in_memory(managed)
+        data.sharing.ensure_in_memory(managed)
         value = managed.payload().clone()
-        data.by_chunk[managed.chunk.index].remove(managed)
+        data.shards.by_chunk[managed.chunk.index].remove(managed)
         managed.location, managed.shard_start = extended.local_location(managed.name)
         managed.schema = spec.schema
         managed.chunk, managed.device_view = data.manager[PARAM16, managed.location.chunk], None
         managed.shard_chunk = data.manager[SHARD16, managed.location.chunk] if managed.chunk.sharded else managed.chunk
         managed.region = replace(managed.region, offset=extended.locations[managed.name].offset)
-        data.by_chunk.setdefault(managed.location.chunk, []).append(managed)
-        data.ensure_local(managed)
+        data.shards.by_chunk.setdefault(managed.location.chunk, []).append(managed)
+        data.shards.ensure_local(managed)
         flat = managed.flattened(value)[managed.shard_slice]
         managed.flat(managed.shard_chunk).copy_(flat)
         data.manager.mark_written(managed.shard_chunk, on_device=managed.shard_chunk.device.valid)
-        for where, part in data.parts(managed, PARAM32, write=True):
+        for where, part in data.shards.parts(managed, PARAM32, write=True):
             part.copy_(flat[where])
-        data.set_param_views([managed.chunk])
+        data.shards.set_param_views([managed.chunk])
         interceptor.gradient_hooks.register(managed)
-    data.synchronize_processes(Request.STATE)  # other processes may still fetch the old chunks
-    for old in [index for index, remaining in data.by_chunk.items() if not remaining]:
+    data.sharing.synchronize_processes(Request.STATE)  # other processes may still fetch the old chunks
+    for old in [index for index, remaining in data.shards.by_chunk.items() if not remaining]:
         for kind in (PARAM16, SHARD16, NODE16):
             if (kind, old) in data.manager.chunks:
                 data.manager.remove(data.manager[kind, old])
-        del data.by_chunk[old]
+        del data.shards.by_chunk[old]
     return extended

@@ -160,4 +160,4 @@ class Recording:
 
     def _names(self) -> dict[int, str]:
         """Return the first parameter of each chunk by its index."""
-        return {index: managed[0].name for index, managed in self._core.data.by_chunk.items() if managed}
+        return {index: managed[0].name for index, managed in self._core.shards.by_chunk.items() if managed}

@@ -159,7 +159,7 @@ def describe(core: EngineCore) -> RunDescription:
         host_budget_bytes=core.host_budget_bytes,
         disk=None if disk is None else str(disk.directory),
         chunks=[(chunk.kind, chunk.index, chunk.nbytes) for chunk in core.manager.chunks.values()],
-        names={index: [managed.name for managed in each] for index, each in core.data.by_chunk.items()},
+        names={index: [managed.name for managed in each] for index, each in core.shards.by_chunk.items()},
         threads=torch.get_num_threads(),
         core_rates=_core_rates(core),
         started=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -168,7 +168,7 @@ def describe(core: EngineCore) -> RunDescription:
 
 def _core_rates(core: EngineCore) -> dict[str, float]:
     """Measure the rates of products in the run's precision and in those that it could have, in half a second."""
-    multiplied = {managed.chunk.dtype for managed in core.data.managed_params if len(managed.shape) == 2}
+    multiplied = {managed.chunk.dtype for managed in core.shards.managed_params if len(managed.shape) == 2}
     if core.device.type != "cpu" or multiplied != {core.config.compute_dtype}:
         return {}  # another precision would be none for a model that keeps its own dtypes
     widths = linear_widths(core.module)

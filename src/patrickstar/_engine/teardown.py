@@ -34,37 +34,37 @@ def release(interceptor: Interceptor, module_hooks: ModuleHooks, state: ModelSta
     with interceptor.lock, _disable_current_modes(), managing(), torch._C.DisableTorchFunctionSubclass():
         interceptor.window = None
         interceptor.optimizer_in_backward.cancel()
-        if state.data.saving is not None:
-            state.data.saving.cancel("the engine was closed")
+        if state.shards.saving is not None:
+            state.shards.saving.cancel("the engine was closed")
         module_hooks.close()
-        state.data.release_all()
-        if state.data.comm is not None and not state.synchronized:
-            cause = sys.exc_info()[1] or state.data.manager.io_dispatch.failed
+        interceptor.data.release_all()
+        if state.sharing.comm is not None and not state.synchronized:
+            cause = sys.exc_info()[1] or state.shards.manager.io_dispatch.failed
             cause_text = "" if cause is None else f", after {type(cause).__name__}: {cause}"
-            state.data.comm.leave(f"closed its engine{cause_text}")
+            state.sharing.comm.leave(f"closed its engine{cause_text}")
         try:
             if state.keep_values:
                 interceptor.optimizer_in_backward.optimizer_step.complete()
             else:
                 interceptor.optimizer_in_backward.optimizer_step.updates.finish_running()
-            state.data.manager.complete_transfers()
+            state.shards.manager.complete_transfers()
         except (DiskError, MoveError, TrainingError) as error:
             # Lost parameters are found, and named, when they are read back.
-            state.data.manager.io_dispatch.failed = state.data.manager.io_dispatch.failed or error
+            state.shards.manager.io_dispatch.failed = state.shards.manager.io_dispatch.failed or error
         finally:
-            state.data.manager.cancel_transfers()
-            state.data.manager.io_dispatch.salvaging = True
+            state.shards.manager.cancel_transfers()
+            state.shards.manager.io_dispatch.salvaging = True
             interceptor.gradient_hooks.close()
             try:
                 interceptor.optimizer_in_backward.optimizer_step.close()
             finally:
                 lost = state.release()
-                if state.data.comm is not None:
-                    state.data.comm.close()
+                if state.sharing.comm is not None:
+                    state.sharing.comm.close()
         return lost
 
 
 def _release_in_thread(interceptor: Interceptor, module_hooks: ModuleHooks, state: ModelState) -> None:
     """Call `release` in a new thread, after making the engine's device current there."""
-    state.data.manager.hardware.enter_thread()
+    state.shards.manager.hardware.enter_thread()
     release(interceptor, module_hooks, state)

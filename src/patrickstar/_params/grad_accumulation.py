@@ -3,19 +3,17 @@
 import torch
 
 from patrickstar._chunks.chunk_manager import ChunkManager
-from patrickstar._distributed.chunk_comm import ChunkComm
 from patrickstar._hardware.transfer import Transfer
-from patrickstar._layout.schema import KEPT32, PARAM16
+from patrickstar._layout.schema import KEPT32
 from patrickstar._schedule.placement import Tier
 from patrickstar._tiers.chunk import Chunk
 
 
 class GradAccumulation:
-    """Per-chunk gradient sums in fp32 (fp64 for fp64 parameters), kept on the host until they are reduced."""
+    """Per-chunk gradient sums in fp32 (fp64 for fp64 parameters), on the host until they are reduced."""
 
-    def __init__(self, manager: ChunkManager, comm: ChunkComm) -> None:
+    def __init__(self, manager: ChunkManager) -> None:
         self.manager = manager
-        self.comm = comm
         self._submitted: set[int] = set()
         """Chunks whose sum has been submitted for reduction."""
 
@@ -50,12 +48,12 @@ class GradAccumulation:
     def copy_submitted(self, chunk: Chunk, reduction: Transfer) -> None:
         """Copy the gradients of a chunk whose reduction has been requested to the host, where it will read them."""
         self._copy(chunk, chunk.on_device(chunk.whole))
-        self._submitted.add(chunk.index)
+        self.submit(chunk.index)
         self.manager[KEPT32, chunk.index].host.reader = reduction
 
-    def reduce(self, index: int) -> None:
+    def submit(self, index: int) -> None:
+        """Add no more gradients to the sum of a chunk, whose reduction is about to be requested."""
         self._submitted.add(index)
-        self.manager[KEPT32, index].host.reader = self.comm.request_reduction(self.manager[PARAM16, index])
 
     def drop_reduced(self, index: int) -> None:
         """Drop the sum of a chunk if it was submitted for reduction, once it is reduced."""
@@ -63,10 +61,9 @@ class GradAccumulation:
             self.manager.remove(self.manager[KEPT32, index])  # waits for the reduction, which reads the sum
             self._submitted.discard(index)
 
-    def reduce_rest(self) -> None:
-        for kind, index in list(self.manager.chunks):
-            if kind == KEPT32 and index not in self._submitted:
-                self.reduce(index)
+    def indices(self) -> list[int]:
+        """Return the chunks that have a sum."""
+        return [index for kind, index in self.manager.chunks if kind == KEPT32]
 
     def reducing(self, index: int) -> torch.Tensor | None:
         """Return the sum of a chunk if it has been submitted for reduction, else None."""
@@ -74,11 +71,9 @@ class GradAccumulation:
         return None if sum_chunk is None else sum_chunk.current(sum_chunk.whole)
 
     def clear(self) -> None:
-        """Drop all sums; cancel or finish their reductions first."""
-        for (kind, index), chunk in list(self.manager.chunks.items()):
-            if kind == KEPT32:
-                self.comm.cancel_reduction(index)
-                self.manager.remove(chunk)
+        """Drop all sums, whose reductions were withdrawn unless they have started; wait for those."""
+        for index in self.indices():
+            self.manager.remove(self.manager[KEPT32, index])
         self._submitted.clear()
 
 

@@ -1,17 +1,21 @@
 """Access to this rank's shards of the chunk lists: parameters, masters, optimizer states and gradients."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
 from patrickstar._chunks.chunk_manager import ChunkManager
+from patrickstar._chunks.tracer import Tracer
+from patrickstar._distributed.process_group import Processes
 from patrickstar._hardware.storage_guard import refuse_access, storage_guard
 from patrickstar._kernels.rounding import canonical_nan_, round_into
 from patrickstar._kernels.update_rule import Gradient
 from patrickstar._layout.schema import DELAYED16, GRAD32, PARAM32
 from patrickstar._params.device_arithmetic import add_gradient, round_to_device
 from patrickstar._params.managed_param import ManagedParam, refusal
+from patrickstar._params.save_in_progress import SaveInProgress
 from patrickstar._schedule.placement import Tier
+from patrickstar._schedule.tensor_state import TensorState
 from patrickstar._tiers.chunk import Chunk
 from patrickstar.errors import TrainingError
 
@@ -43,13 +47,32 @@ def copy_rounded(master: torch.Tensor, payload: torch.Tensor) -> None:
 
 
 class LocalShards:
-    """Reads and writes this rank's shard of each chunk list, on any tier."""
+    """Managed parameters of one engine, and this rank's shards of their chunk lists, on any tier."""
 
-    def __init__(self, manager: ChunkManager) -> None:
-        self.manager = manager
+    def __init__(self, manager: ChunkManager, tracer: Tracer, world: Processes) -> None:
+        self.manager, self.tracer, self.world = manager, tracer, world
+        self.managed_params: list[ManagedParam] = []
         self.by_chunk: dict[int, list[ManagedParam]] = {}
+        self.in_backward = False
+        self.backward_id = self.backwards_in_step = 0
+        self.more_backwards = False
+        """True if further backwards follow the last one before the step."""
+        self.accumulates = False
+        """True if the last step had several backwards."""
+        self.lists_gradients = False
+        """True if gradients of delayed parameters go to the gradient list. See [Note: delayed updates]."""
+        self.saving: SaveInProgress | None = None
+        """Checkpoint in progress, which copies what it needs of a chunk before the chunk changes."""
         self.closed = False
         self._placeholders: dict[torch.dtype, torch.Tensor] = {}
+
+    def add(self, managed: ManagedParam) -> None:
+        """Register a parameter whose values are already in its chunk."""
+        self.managed_params.append(managed)
+        self.by_chunk.setdefault(managed.location.chunk, []).append(managed)
+        managed.state.hold = TensorState.HOLD
+        self._prepare_refusals(managed)
+        managed.show_values()
 
     def update_param_views(self) -> None:
         """Point the Parameters of moved chunks at their device memory, or at a placeholder after eviction."""
@@ -110,6 +133,11 @@ class LocalShards:
             begin, end = max(page_start, offset + first), min(page_start + page.numel(), offset + stop)
             yield slice(begin - offset, end - offset), page[begin - page_start : end - page_start]
 
+    def before_update(self, index: int) -> None:
+        """Notify a checkpoint in progress that masters, states or frozen parameters of a chunk will change."""
+        if self.saving is not None:
+            self.saving.before_update(index)
+
     def optimizer_chunks(self, index: int) -> list[Chunk]:
         """Return the chunks of one index that only the update uses, in the order of the parameter schema."""
         return [self.manager[spec.kind, index] for spec in self.by_chunk[index][0].schema.optimizer_lists]
@@ -133,12 +161,8 @@ class LocalShards:
         self.ensure_local(managed)
         scaled, sums = self.gradient(managed).together().scaled(scales), self.manager[GRAD32, managed.location.chunk]
         managed.flat(sums).copy_(scaled)
-        self._count_transfer(managed, managed.shard_chunk, sums)
+        self.count_transfer(managed, managed.shard_chunk, sums)
         self.manager.mark_written(sums, on_device=False)
-
-    def gradients_are_reduced(self, index: int) -> bool:
-        """Return whether no gradient of a chunk that is complete on this rank awaits its reduction. Does not wait."""
-        return True
 
     def gradient(self, managed: ManagedParam, *, in_order: bool = False) -> Gradient:
         """Return a parameter's gradient without moving it. Its accumulated part may be on another tier.
@@ -152,6 +176,16 @@ class LocalShards:
         if not managed.overlays_shard:
             return Gradient(earlier, None, dtype)
         return Gradient(managed.flat(managed.shard_chunk, in_order=in_order), earlier, dtype)
+
+    def end_update(self, managed_params: Collection[ManagedParam]) -> None:
+        """Mark parameters whose gradients an update has replaced by new values."""
+        torch.autograd.graph.increment_version([managed.param for managed in managed_params])
+        timeline = self.manager.timeline
+        for managed in managed_params:
+            managed.state.consume()
+            managed.show_values()
+            if timeline is not None:
+                timeline.holds_gradients(managed.location.chunk, False)
 
     def give_up(self, managed: ManagedParam) -> None:
         """Restore the parameter from its master after a failed update, and drop its gradient."""
@@ -169,7 +203,7 @@ class LocalShards:
             self._round_master(managed)
             self.manager.mark_written(managed.shard_chunk, on_device=managed.shard_chunk.device.valid)
 
-    def _count_transfer(self, managed: ManagedParam, source: Chunk, target: Chunk) -> None:
+    def count_transfer(self, managed: ManagedParam, source: Chunk, target: Chunk) -> None:
         nbytes = managed.location.numel * min(source.dtype.itemsize, target.dtype.itemsize)
         if source.device.valid != target.device.valid and source.in_memory and target.in_memory:
             self.manager.count_transfer(nbytes, to_device=target.device.valid)
@@ -197,6 +231,20 @@ class LocalShards:
             last = managed.flat(managed.shard_chunk)[part_slice] if managed.overlays_shard else None
             yield part_slice, Gradient(earlier, None, dtype) if last is None else Gradient(last, earlier, dtype)
 
+    def add_squares(self, sums: Mapping[ManagedParam, float], not_finite: int) -> tuple[tuple[float, ...], int]:
+        """Return the squared gradient sums over all ranks, in creation order, and the count of non-finite elements.
+
+        They are added in fp64, in rank order.
+        """
+        values = [sums.get(managed, 0.0) if managed.counts else 0.0 for managed in self.managed_params]
+        rows = self.world.all_gather(torch.tensor([*values, float(not_finite)], dtype=torch.float64, device="cpu"))
+        total = torch.zeros_like(rows[0])
+        for rank_row in rows:
+            total += rank_row
+        *squares, non_finite_total = total.tolist()
+        with_square = zip(self.managed_params, squares, strict=True)
+        return tuple(square for managed, square in with_square if managed.in_next_step), int(non_finite_total)
+
     def write_gradient(self, managed: ManagedParam, flat: torch.Tensor) -> None:
         """Replace the gradient of this rank's shard, in one place or two, by `flat`."""
         if not managed.has_gradient:
@@ -222,7 +270,7 @@ class LocalShards:
             return
         for part_slice, part in self.parts(managed, PARAM32):
             copy_rounded(part, payload[part_slice])
-        self._count_transfer(managed, master, managed.shard_chunk)
+        self.count_transfer(managed, master, managed.shard_chunk)
 
     def _is_computed_on_device(self, listed: Chunk, *, on_device: bool) -> bool:
         """Return whether the device computes on `listed`, beside values that are on the device or on the host.
@@ -268,30 +316,37 @@ class LocalShards:
 
     def list_gradient(self, managed: ManagedParam) -> None:
         """Add the gradient stored in place of a parameter to the gradient list."""
-        self._ensure_list(managed)
+        self.ensure_list(managed)
         self.ensure_local(managed)  # making room for the list may have evicted it
-        self._add_to_list(managed, managed.shard_chunk)
+        self.add_to_list(managed, managed.shard_chunk)
 
-    def _ensure_list(self, managed: ManagedParam) -> None:
+    def ensure_list(self, managed: ManagedParam) -> None:
         """Allocate the gradient-list chunk of a parameter if needed."""
         index = managed.location.chunk
         if (GRAD32, index) not in self.manager.chunks:
-            self.add_gradient_list(managed, self._grad_list_tier(self.manager[PARAM32, index]))
+            self.add_gradient_list(managed, self._grad_list_tier(managed, self.manager[PARAM32, index]))
 
-    def _grad_list_tier(self, master_chunk: Chunk) -> Tier:
-        """Return the tier for a gradient-list chunk: the masters' tier, or disk if the host has no room."""
+    def _grad_list_tier(self, managed: ManagedParam, master_chunk: Chunk) -> Tier:
+        """Return the tier for a gradient-list chunk: the masters' tier, or disk if the host has no room.
+
+        With several processes one that needs no eviction, since an eviction may wait for other ranks.
+        """
         if master_chunk.device.valid:
-            return Tier.DEVICE
+            device = self.manager.device_tier
+            has_room = device.used + master_chunk.nbytes <= device.chunkable_bytes
+            # Whether there are earlier gradients differs between linked processes.
+            evicts = managed.chunk.sharded and (self.manager.cache.decides_alike or not has_room)
+            return Tier.HOST if evicts else Tier.DEVICE
         fits = self.manager.disk_tier is None or master_chunk.nbytes <= self.manager.host_tier.free_bytes
         return Tier.HOST if master_chunk.host.valid and fits else Tier.DISK
 
-    def _add_to_list(self, managed: ManagedParam, source: Chunk) -> None:
+    def add_to_list(self, managed: ManagedParam, source: Chunk) -> None:
         """Add a parameter's gradient, which is in `source`, to the gradient list."""
-        self._ensure_list(managed)
+        self.ensure_list(managed)
         chunk = self.manager[GRAD32, managed.location.chunk]
-        self._add_to(chunk, managed, managed.flat(source), on_device=source.device.valid)
+        self.add_to(chunk, managed, managed.flat(source), on_device=source.device.valid)
 
-    def _add_to(self, chunk: Chunk, managed: ManagedParam, grad: torch.Tensor, *, on_device: bool) -> None:
+    def add_to(self, chunk: Chunk, managed: ManagedParam, grad: torch.Tensor, *, on_device: bool) -> None:
         """Add the elements of a gradient, which is on the device or on the host, to a chunk of the gradient list."""
         if not managed.state.accumulated:
             self._complete_delayed(managed)
@@ -312,4 +367,4 @@ class LocalShards:
                     total.add_(grad[part_slice].to(total.device, total.dtype))
                 else:
                     total.copy_(grad[part_slice])
-        managed.state.accumulate()
+        managed.state.accumulated = True

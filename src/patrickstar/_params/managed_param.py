@@ -11,11 +11,14 @@ import torch
 from torch import nn
 
 from patrickstar._distributed.param_sharding import ParamSharding
+from patrickstar._distributed.process_group import Processes
 from patrickstar._layout.chunk_mapping import ParamLocation
 from patrickstar._layout.schema import PARAM16, PARAM32, ParamSchema
 from patrickstar._layout.shard_geometry import Box, memory_order
 from patrickstar._params.param_state import ParamState
+from patrickstar._params.row_gradient import RowGradient
 from patrickstar._tiers.chunk import Chunk, Region
+from patrickstar.errors import TrainingError
 
 
 @dataclass(eq=False)
@@ -94,10 +97,15 @@ class ManagedParam:
         """True if this rank's shard has a gradient for the next step."""
         return (self.overlays_shard or self.state.accumulated) and not self.state.update_pending
 
+    @property
+    def in_next_step(self) -> bool:
+        """True if the parameter has a gradient for the next step on any rank, as of the last synchronization."""
+        return self.state.ready if self.chunk.sharded else self.has_gradient
+
     def begin_update(self) -> None:
-        """Count an update, and reserve the gradient for it until `ModelData.end_update`."""
+        """Count an update, and reserve the gradient for it until `LocalShards.end_update`."""
         self.count_update()
-        self.state.begin_update()
+        self.state.update_pending = True
 
     def count_update(self) -> None:
         """Count an update that was started."""
@@ -173,11 +181,31 @@ class ManagedParam:
         """Return this process's part of a whole parameter's value."""
         return value if self.sharding is None else self.sharding.local(value)
 
+    def assemble(self, part: torch.Tensor, world: Processes, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Gather the parts of a DTensor, of which this process holds `part`, on the host, in `out` if given."""
+        assert self.sharding is not None, "with several processes every parameter has a sharding"
+        if out is None:
+            out = torch.empty_strided(self.full_shape, self.full_strides, dtype=part.dtype, device="cpu")
+        self.sharding.assemble(part, out, world)
+        return out
+
     def payload(self) -> torch.Tensor:
         """Return the parameter, or the gradient stored in its place, from an up-to-date copy of its chunk."""
         if self.chunk.device.valid and self.chunk.in_memory:
             return self.current_device_view()
         return self.chunk.current(self.region)
+
+    def write_over(self, grad: torch.Tensor | RowGradient, *, add: bool) -> None:
+        """Write a gradient over the parameter, or add it to the one that is there. Its chunk is in memory.
+
+        Autograd then detects backwards that need the old values.
+        """
+        payload = self.payload()
+        if add:
+            payload.add_(grad.to_dense().to(payload.device))
+        else:
+            payload.copy_(grad) if isinstance(grad, torch.Tensor) else grad.write(payload)
+        torch.autograd.graph.increment_version(self.param)
 
     def current_device_view(self) -> torch.Tensor:
         """Return a view of the device copy with its own version counter. See [Note: one storage for life]."""
@@ -224,6 +252,23 @@ class ManagedParam:
                 value
             )
         return value.as_strided((self.numel,), (1,))
+
+
+def check_not_updated(managed_params: Sequence[ManagedParam], backward_id: int | None) -> None:
+    """Raise TrainingError if the backward that runs has updated one of these parameters.
+
+    See [Note: updating before backward has ended]. `backward_id`: the backward's number, None if none runs.
+    """
+    updated = [managed for managed in managed_params if managed.state.updated_in_backward == backward_id]
+    for managed in updated:
+        managed.state.may_grow = True
+    if updated:
+        raise TrainingError(
+            f"parameter {updated[0].name!r} is read, or its gradient grows, after it was updated in the same "
+            f"backward; this did not happen in earlier steps. This step's update is incomplete. Later steps will "
+            f"update this parameter in optimizer.step(). If steps differ in this way, omit update=True in "
+            f"engine.backward"
+        )
 
 
 NAMED = 3

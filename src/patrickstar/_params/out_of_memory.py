@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from patrickstar._params.local_shards import LocalShards
 from patrickstar._params.managed_param import ManagedParam
-from patrickstar._params.model_data import ModelData
 from patrickstar._params.modes import managing
 from patrickstar.errors import BudgetError
 
@@ -31,7 +31,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in OTHER_ALLOCATORS)
 
 
-def explain(operation: str, data: ModelData, error: BaseException) -> BudgetError:
+def explain(operation: str, data: LocalShards, error: BaseException) -> BudgetError:
     """Return a BudgetError that states how device memory was used when `operation` failed to allocate."""
     manager = data.manager
     non_model_bytes = data.tracer.meter.now(manager.cache.resident_bytes)
@@ -83,7 +83,7 @@ class SavedByCheckpoint:
 
 
 def run_with_retry(
-    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], managed: ManagedParam, data: ModelData
+    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], managed: ManagedParam, data: LocalShards
 ) -> Any:
     """Run an operator on a parameter; if it runs out of memory, evict all idle chunks and run it once more.
 

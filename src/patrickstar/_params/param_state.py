@@ -11,18 +11,20 @@ from patrickstar.errors import TrainingError
 # A gradient is written over its parameter (`overlay`), which then is in the state HOLD_AFTER_BWD. If the parameter is
 # read again, the gradient is moved out first: into the gradient list, or, while its backward runs, to `partial`, since
 # it may still grow. With several processes the gradients of a gathered chunk are submitted together (`submit`), and
-# their sum replaces the shard (`reduced`). It ends with an update or when it is discarded.
+# their sum replaces the shard (`reduced`). It ends with an update or when it is discarded. Parts of it may be in
+# several places at once, so each place has its own mark.
 
 
 @dataclass(eq=False, slots=True)
 class ParamState:
-    """State of one parameter. Only its methods change it; see [Note: life of a gradient]."""
+    """State of one parameter; see [Note: life of a gradient]."""
 
     name: str
     """Name of the parameter, for errors."""
-    tensor: TensorState = TensorState.FREE
     uses: int = 0
     """Operators and windows that use the parameter."""
+    hold: TensorState = TensorState.FREE
+    """State of the payload while nothing uses it and it is no gradient."""
     overlays_param: bool = False
     """True if a gradient is stored in place of the parameter, in its `param16` chunk."""
     reducing: bool = False
@@ -52,45 +54,40 @@ class ParamState:
     """Number of the backward that added its gradient to the gradient list without storing it in the place."""
 
     @property
+    def tensor(self) -> TensorState:
+        """Tensor state: use of the payload, which follows from what is in it (PatrickStar §6.2)."""
+        if self.uses:
+            return TensorState.COMPUTE
+        return TensorState.HOLD_AFTER_BWD if self.overlays_param else self.hold
+
+    @property
     def has_any_gradient(self) -> bool:
         """True if a gradient of the parameter exists in any place or stage of reduction."""
         marks = self.overlays_param or self.accumulated or self.reduced or self.ready or self.reducing
         return marks or self.partial is not None
 
-    def _move_to(self, tensor: TensorState) -> None:
-        """Raise TrainingError for an illegal transition."""
-        if tensor is not (old := self.tensor):
-            if tensor not in old.following:
-                raise TrainingError(f"parameter {self.name!r} can't change from state {old.name} to {tensor.name}")
-            self.tensor = tensor
-
     # The payload
 
-    def initialize(self) -> None:
-        """The payload holds the parameter's values."""
-        self._move_to(TensorState.HOLD)
-
     def begin_use(self) -> None:
-        """An operator or window uses the parameter."""
+        """An operator or window uses the parameter. Raises TrainingError if there is none to read."""
+        if self.overlays_param or self.hold is TensorState.FREE:
+            raise TrainingError(f"parameter {self.name!r} can't change from state {self.tensor.name} to COMPUTE")
         self.uses += 1
-        self._move_to(TensorState.COMPUTE)
 
     def end_use(self, hold: TensorState) -> None:
         """End one use; after the last one the state is `hold`, or HOLD_AFTER_BWD with a gradient."""
         self.uses -= 1
-        if self.uses == 0:
-            self._move_to(TensorState.HOLD_AFTER_BWD if self.overlays_param else hold)
+        self.hold = hold
 
     def end_all_uses(self) -> None:
         """End all uses after an exception."""
-        self.uses = 0
-        if self.tensor is TensorState.COMPUTE:
-            self._move_to(TensorState.HOLD_AFTER_BWD if self.overlays_param else TensorState.HOLD)
+        if self.uses:
+            self.uses, self.hold = 0, TensorState.HOLD
 
     def end_forward(self) -> None:
         """The forward that used the parameter has ended."""
-        if self.tensor is TensorState.HOLD_AFTER_FWD:
-            self._move_to(TensorState.HOLD)
+        if self.hold is TensorState.HOLD_AFTER_FWD:
+            self.hold = TensorState.HOLD
 
     # Its gradient
 
@@ -101,77 +98,30 @@ class ParamState:
         elif not self.reducing:
             self.version_before = version_before
         self.overlays_param, self.backward_id = True, backward_id
-        if self.uses == 0:
-            self._move_to(TensorState.HOLD_AFTER_BWD)
 
     def remove_overlay(self) -> None:
         """The gradient is no longer in the parameter's place."""
-        self.overlays_param = False
-        if self.uses == 0:
-            self._move_to(TensorState.HOLD)
+        self.overlays_param, self.hold = False, TensorState.HOLD
 
     def submit(self) -> None:
         """The gradient leaves the gathered chunk for its reduction, and the chunk is gathered again at the next use."""
         self.reducing = True
         self.remove_overlay()
 
-    def follow_regather(self) -> None:
-        """The gathered chunk holds the parameter again."""
-        self.reducing = False
-
-    def store_reduced(self) -> None:
-        """The sum of all ranks' gradients replaces this rank's shard."""
-        self.reduced = True
-
-    def restore_shard(self) -> None:
-        """The reduced gradient was moved out of this rank's shard."""
-        self.reduced = False
-
-    def set_ready(self, ready: bool) -> None:
-        """Record whether this rank, or after synchronization any rank, has a gradient for the next step."""
-        self.ready = ready
-
-    def accumulate(self, backward_id: int = 0) -> None:
-        """The gradient was added to the gradient list; `backward_id`: by this backward, which has not ended."""
-        self.accumulated = True
-        self.listed_in = backward_id or self.listed_in
-
-    def expect_growth(self) -> None:
-        """The gradient is not complete when its hook fires, or the parameter is read after that."""
-        self.may_grow = True
-
     def keep_partial(self, gradient: torch.Tensor) -> None:
         """Keep a gradient of the running backward, moved out of the chunk, until that backward ends."""
         self.partial, self.may_grow = gradient, True
-
-    def take_partial(self) -> torch.Tensor | None:
-        """Return the gradient that was kept, if any; it no longer grows."""
-        gradient, self.partial = self.partial, None
-        return gradient
 
     def discard_moved(self) -> None:
         """Discard the parts of the gradient that are not in the parameter's place."""
         self.reduced = self.accumulated = self.ready = False
         self.partial = None
 
-    def begin_update(self) -> None:
-        """An update that consumes the gradient was started or deferred."""
-        self.update_pending = True
-
-    def update_in_backward(self, backward_id: int) -> None:
-        """The parameter was updated during a backward."""
-        self.updated_in_backward = backward_id
-
     def consume(self) -> None:
         """The gradient was consumed by an update, or given up after a failed one."""
-        self.overlays_param = self.reduced = self.accumulated = self.update_pending = self.late = False
+        self.remove_overlay()
+        self.reduced = self.accumulated = self.update_pending = self.late = False
         self.partial = None
-        if self.uses == 0:
-            self._move_to(TensorState.HOLD)
-
-    def begin_late(self) -> None:
-        """A delayed or lock-free update of the parameter was started."""
-        self.late = True
 
     def end_late(self, version: int) -> None:
         """Operators read the newest values again.
@@ -179,7 +129,3 @@ class ParamState:
         `version`: of the parameter, if its gradient is in its place; when it is restored, its bits have changed.
         """
         self.late, self.version_before = False, version + 1
-
-    def end_step(self) -> None:
-        """The optimizer step is complete on all ranks."""
-        self.ready = self.reducing = False

@@ -1,11 +1,10 @@
 """Iterations and evaluations during which all parameters stay on the device."""
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 
-from patrickstar._chunks.chunk_manager import ChunkManager
 from patrickstar._chunks.iteration_mode import Mode
-from patrickstar._chunks.tracer import Tracer
+from patrickstar._params.local_shards import LocalShards
 from patrickstar._params.managed_param import ManagedParam
 
 # [Note: resident iterations]
@@ -24,10 +23,8 @@ MAX_FORWARDS = 256
 class Residency:
     """Holds chunks on the device for the length of an iteration or evaluation. See [Note: resident iterations]."""
 
-    def __init__(self, manager: ChunkManager, tracer: Tracer, by_chunk: Mapping[int, Sequence[ManagedParam]]) -> None:
-        self.manager = manager
-        self.tracer = tracer
-        self._by_chunk = by_chunk
+    def __init__(self, shards: LocalShards) -> None:
+        self.manager, self.tracer, self._by_chunk = shards.manager, shards.tracer, shards.by_chunk
         self.active = False
         """True while accessed chunks are held, and operators on held chunks run without an access."""
         self._evaluating = False

@@ -15,8 +15,8 @@ from patrickstar._hardware.sigint_gate import interruption_point
 from patrickstar._layout.schema import PARAM16, PARAM32, SHARD16
 from patrickstar._params.interception import release_parameter
 from patrickstar._params.managed_param import ManagedParam
-from patrickstar._params.model_data import ModelData
 from patrickstar._params.param_values import replace_data
+from patrickstar._params.several_processes import Sharing
 from patrickstar._params.tensor_subclass import managed_param_of
 from patrickstar.errors import DiskError, ModelError, MoveError, TrainingError
 
@@ -24,10 +24,10 @@ from patrickstar.errors import DiskError, ModelError, MoveError, TrainingError
 class ModelState:
     """Reads, writes and finally releases the model state held in chunks, on any tier."""
 
-    def __init__(self, module: nn.Module, data: ModelData) -> None:
+    def __init__(self, module: nn.Module, sharing: Sharing) -> None:
         self.module = module
-        self.data = data
-        self.keep_values = data.manager.device.type != "meta"
+        self.shards, self.sharing = sharing.shards, sharing
+        self.keep_values = self.shards.manager.device.type != "meta"
         """True if `release` preserves the parameters' values. A dry run has none."""
         self.synchronized = False
         """With several processes: True if all of them have synchronized for `release`."""
@@ -42,25 +42,25 @@ class ModelState:
         interruption_point()
         if not managed.parts:
             return self.read_local(managed, kind, out)
-        return self.data.assemble(managed, self.read_local(managed, kind), out)
+        return managed.assemble(self.read_local(managed, kind), self.shards.world, out)
 
     def read_local(self, managed: ManagedParam, kind: str, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return a host copy as `read`; of a DTensor only the local tensor."""
         kind = managed.shard_chunk.kind if kind == PARAM16 else kind
-        chunk = self.data.manager[kind, managed.location.chunk]
+        chunk = self.shards.manager[kind, managed.location.chunk]
         value = out
         if value is None:
             value = torch.empty_strided(managed.shape, managed.region.strides, dtype=chunk.dtype, device="cpu")
         flat = value.as_strided((managed.numel,), (1,))
         own = flat[managed.shard_slice]
         try:
-            for part_slice, part in self.data.parts(managed, kind) if managed.location.numel else ():
+            for part_slice, part in self.shards.parts(managed, kind) if managed.location.numel else ():
                 own[part_slice].copy_(part)
         except (DiskError, MoveError, TrainingError):
             own.fill_(float("nan"))
-            self.data.gather_parts(managed, flat)  # the other ranks already wait in this collective
+            self.sharing.gather_parts(managed, flat)  # the other ranks already wait in this collective
             raise
-        self.data.gather_parts(managed, flat)
+        self.sharing.gather_parts(managed, flat)
         return value
 
     def write(self, managed: ManagedParam, kind: str, value: torch.Tensor) -> None:
@@ -73,7 +73,7 @@ class ModelState:
             return
         kind = managed.shard_chunk.kind if kind == PARAM16 else kind
         flat = managed.flattened(managed.local(value.expand(managed.full_shape)))[managed.shard_slice]
-        for part_slice, part in self.data.parts(managed, kind, write=True):
+        for part_slice, part in self.shards.parts(managed, kind, write=True):
             part.copy_(flat[part_slice])
 
     def full_precision(self, managed: ManagedParam) -> torch.Tensor:
@@ -86,8 +86,8 @@ class ModelState:
 
         Elements on disk are yielded page by page. With several processes the whole parameter is all-gathered.
         """
-        if managed.row_major and self.data.world.size == 1:
-            for _, part in self.data.parts(managed, managed.full_kind) if managed.numel else ():
+        if managed.row_major and self.shards.world.size == 1:
+            for _, part in self.shards.parts(managed, managed.full_kind) if managed.numel else ():
                 interruption_point()
                 yield part
         else:
@@ -137,15 +137,15 @@ class ModelState:
                     tensor.copy_(state_dict[name])
                 else:
                     self.assign(managed, state_dict[name])
-        self.data.drop_gathered()
+        self.sharing.drop_gathered()
 
     def release(self) -> list[str]:
         """Free all chunks; parameters become plain ones on the host, in full precision.
 
         Returns the names of parameters that a disk or thread failure made unreadable; they are filled with NaN.
         """
-        manager = self.data.manager
-        self.data.closed = True
+        manager = self.shards.manager
+        self.shards.closed = True
         try:
             return self._release_chunks(manager)
         finally:
@@ -154,20 +154,20 @@ class ModelState:
 
     def _release_chunks(self, manager: ChunkManager) -> list[str]:
         lost = []
-        for managed in self.data.managed_params:
+        for managed in self.shards.managed_params:
             release_parameter(managed)
         with suppress(RuntimeError):  # of a failed device; then what is freed makes no room for the plain parameters
             manager.host_tier.unlock()
         for chunk in list(manager.chunks.values()):
             if chunk.kind not in (PARAM16, SHARD16, PARAM32):
                 manager.remove(chunk, for_good=True)
-        for index, managed_params in self.data.by_chunk.items():
+        for index, managed_params in self.shards.by_chunk.items():
             interruption_point()
             for managed in managed_params:
                 value = self._try_read(managed) if self.keep_values else None
                 if value is None:
                     lost.append(managed.name)
-                    value = self.data.placeholder(managed.chunk.dtype).expand(managed.shape)
+                    value = self.shards.placeholder(managed.chunk.dtype).expand(managed.shape)
                 replace_data(managed.param, value)
                 managed.device_view = None
             for kind in (PARAM16, SHARD16, PARAM32):
@@ -179,14 +179,14 @@ class ModelState:
 
     def _lost_on_any_rank(self, lost: list[str]) -> list[str]:
         """Return the parameters that any rank has lost, after filling them with NaN on this rank too."""
-        names = set().union(*self.data.world.all_gather_object(lost))
-        for managed in self.data.managed_params:
+        names = set().union(*self.shards.world.all_gather_object(lost))
+        for managed in self.shards.managed_params:
             if managed.name in names and managed.name not in lost:
-                replace_data(managed.param, self.data.placeholder(managed.chunk.dtype).expand(managed.shape))
-        return [managed.name for managed in self.data.managed_params if managed.name in names]
+                replace_data(managed.param, self.shards.placeholder(managed.chunk.dtype).expand(managed.shape))
+        return [managed.name for managed in self.shards.managed_params if managed.name in names]
 
     def _try_read(self, managed: ManagedParam) -> torch.Tensor | None:
-        if self.data.world.size > 1 and not self.synchronized:
+        if self.shards.world.size > 1 and not self.synchronized:
             return None
         try:
             return self.read_local(managed, managed.full_kind)

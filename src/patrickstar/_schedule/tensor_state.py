@@ -1,4 +1,4 @@
-"""Tensor states, and the chunk state derived from them (PatrickStar §6.2, Table 1, Figure 7)."""
+"""Tensor states, and the chunk state that follows from them (PatrickStar §6.2, Table 1, Figure 7)."""
 
 from collections.abc import Iterable
 from enum import Enum
@@ -12,25 +12,6 @@ class TensorState(Enum):
     HOLD = "hold"
     HOLD_AFTER_FWD = "hold after forward"
     HOLD_AFTER_BWD = "hold after backward"
-
-    following: "tuple[TensorState, ...]"
-    """States to which a parameter may change from this one."""
-
-
-HOLD_LIKE = frozenset({TensorState.HOLD, TensorState.HOLD_AFTER_FWD, TensorState.HOLD_AFTER_BWD})
-
-_S = TensorState
-LEGAL = {
-    _S.FREE: (_S.HOLD,),
-    # An access ends in the hold state of its phase; in backward the payload may then be the gradient.
-    _S.COMPUTE: (_S.HOLD, _S.HOLD_AFTER_FWD, _S.HOLD_AFTER_BWD),
-    _S.HOLD: (_S.COMPUTE, _S.HOLD_AFTER_BWD, _S.FREE),
-    _S.HOLD_AFTER_FWD: (_S.COMPUTE, _S.HOLD, _S.HOLD_AFTER_BWD, _S.FREE),
-    # The payload is a gradient, which no operator may read, until the update or `zero_grad` ends this state.
-    _S.HOLD_AFTER_BWD: (_S.HOLD, _S.FREE),
-}
-for _state, _following in LEGAL.items():
-    _state.following = _following
 
 
 def chunk_state(states: Iterable[TensorState]) -> TensorState:

@@ -7,8 +7,8 @@ import torch
 from patrickstar._hardware.sigint_gate import interruption_point
 from patrickstar._kernels.update_rule import Rule
 from patrickstar._layout.schema import DELAYED16
+from patrickstar._params.local_shards import LocalShards
 from patrickstar._params.managed_param import ManagedParam
-from patrickstar._params.model_data import ModelData
 from patrickstar._step.update import DelayedList, Update
 from patrickstar._step.updates import Updates
 from patrickstar._tiers.chunk import Chunk
@@ -40,7 +40,7 @@ class DelayedUpdates:
         after: Number of the first step whose update is delayed, counted from 1.
     """
 
-    def __init__(self, data: ModelData, updates: Updates, after: int) -> None:
+    def __init__(self, data: LocalShards, updates: Updates, after: int) -> None:
         self.data = data
         self.after = after
         self._exchanged: set[int] = set()
@@ -116,7 +116,7 @@ class DelayedUpdates:
     def _delay(self, managed_params: Collection[ManagedParam]) -> None:
         self.data.end_update(managed_params)
         for managed in managed_params:
-            managed.state.begin_late()
+            managed.state.late = True
 
     def _publish(self, managed: ManagedParam) -> None:
         """Make the newest values of a parameter those that operators read, unless its gradient is in their place."""
@@ -133,7 +133,7 @@ class DelayedUpdates:
             self._exchange(managed, delayed=False)  # the parameter becomes its rounded master
             self._exchange(managed, delayed=True)
         torch.autograd.graph.increment_version(managed.param)
-        managed.state.begin_late()
+        managed.state.late = True
 
     def _exchange_whole(
         self, index: int, rules: Mapping[ManagedParam, Rule], managed_params: list[ManagedParam]

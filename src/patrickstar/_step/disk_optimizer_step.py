@@ -6,7 +6,7 @@ from functools import partial
 from patrickstar._hardware.sigint_gate import interruption_point, uninterruptible
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.update_rule import Span
-from patrickstar._params.model_data import ModelData
+from patrickstar._params.local_shards import LocalShards
 from patrickstar._step.host_updates import HostUpdates
 from patrickstar._step.read_ahead import ReadAhead
 from patrickstar._step.staging_pool import PageSet, StagingPool
@@ -29,7 +29,7 @@ class DiskOptimizerStep:
 
     def __init__(
         self,
-        data: ModelData,
+        data: LocalShards,
         kernels: Kernels,
         update_rules: UpdateRules,
         queue: UpdateQueue,

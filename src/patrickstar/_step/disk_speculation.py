@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from patrickstar._kernels.update_rule import Rule, Span
 from patrickstar._layout.schema import GRAD32, PARAM16
+from patrickstar._params.local_shards import LocalShards
 from patrickstar._params.managed_param import ManagedParam
-from patrickstar._params.model_data import ModelData
 from patrickstar._step.disk_optimizer_step import DiskOptimizerStep
 from patrickstar._step.staging_pool import PageSet, StagingPool
 from patrickstar._step.update import WHOLE, Part, Rules, SpareHome, Update
@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 class SparePages(SpareHome):
     """Spare pages of the disk, which are exchanged for the chunk's pages when the step commits them."""
 
-    def __init__(self, data: ModelData, index: int, disk_step: DiskOptimizerStep) -> None:
+    def __init__(self, data: LocalShards, index: int, disk_step: DiskOptimizerStep) -> None:
         super().__init__(data, index)
         self._disk_step = disk_step
         self._gradients = {chunk: chunk.version for chunk in self.inputs if chunk.in_memory}
@@ -79,7 +79,7 @@ class DiskSpeculation:
     place. So such an update writes 2 bytes per parameter more than one in the step, and the next forward reads them.
     """
 
-    def __init__(self, data: ModelData, disk_step: DiskOptimizerStep) -> None:
+    def __init__(self, data: LocalShards, disk_step: DiskOptimizerStep) -> None:
         self.data = data
         self._disk_step = disk_step
         self._full = False

@@ -14,7 +14,7 @@ class FullState:
     """Reads and replaces one parameter or state. With several processes each call is collective."""
 
     def __init__(self, state: ModelState, optimizer_step: OptimizerStep) -> None:
-        self.state, self.data = state, state.data
+        self.state, self.shards, self.sharing = state, state.shards, state.sharing
         self._optimizer_step = optimizer_step
         self.writes = 0
         """Number of calls of `write`."""
@@ -27,14 +27,14 @@ class FullState:
         Raises:
             TrainingError: The engine is closed.
         """
-        if self.data.closed and kind == managed.full_kind and self.state.keep_values:
+        if self.shards.closed and kind == managed.full_kind and self.state.keep_values:
             left = managed.param.detach().cpu()
             return left.clone() if out is None else out.copy_(left)
         self._check_open(managed)
         with deferring_sigint(), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             self._optimizer_step.complete()
-            self.data.synchronize_processes(Request.STATE)
-            with self.data.collective_section():
+            self.sharing.synchronize_processes(Request.STATE)
+            with self.sharing.collective_section():
                 return self.state.read(managed, kind, out)
 
     def write(self, managed: ManagedParam, kind: str, value: torch.Tensor) -> None:
@@ -48,22 +48,22 @@ class FullState:
         with deferring_sigint(), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             self._optimizer_step.complete()
             self._optimizer_step.flush()
-            self.data.before_update(managed.location.chunk)
-            self.data.synchronize_processes(Request.WRITE)
+            self.shards.before_update(managed.location.chunk)
+            self.sharing.synchronize_processes(Request.WRITE)
             if kind != managed.full_kind:
                 self.state.write(managed, kind, value)
                 return
-            self.data.restore_params((managed,))
+            self.sharing.restore_params((managed,))
             self.state.assign(managed, value)
-            self.data.drop_gathered()
+            self.sharing.drop_gathered()
 
     def follow_write(self, managed: ManagedParam, values: torch.Tensor | None = None) -> None:
         """Update the master after an in-place write to a parameter by the user, of `values` if they are known."""
         self._optimizer_step.before_write(managed.location.chunk)
-        self.data.on_in_place_write(managed, values)
+        self.sharing.on_in_place_write(managed, values)
 
     def _check_open(self, managed: ManagedParam) -> None:
-        if self.data.closed:
+        if self.shards.closed:
             raise TrainingError(
                 f"the engine of parameter {managed.name!r} is closed, and its values are no longer stored: read them "
                 f"before engine.close()"

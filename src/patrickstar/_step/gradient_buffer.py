@@ -9,8 +9,8 @@ import torch
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.update_rule import Gradient, Rule, Span
 from patrickstar._layout.schema import BUFFERED16, BUFFERED_GRAD
+from patrickstar._params.local_shards import LocalShards
 from patrickstar._params.managed_param import ManagedParam
-from patrickstar._params.model_data import ModelData
 from patrickstar._step.staging_pool import PageSet, StagingPool
 from patrickstar._step.update import WHOLE, Home, Page, Part, Rules, Update
 from patrickstar._step.update_log import Pages, UpdateRecord
@@ -42,7 +42,7 @@ class GradientBuffer(Home):
 
     late = True
 
-    def __init__(self, data: ModelData, update_rules: UpdateRules, page_numel: Callable[[Chunk], int]) -> None:
+    def __init__(self, data: LocalShards, update_rules: UpdateRules, page_numel: Callable[[Chunk], int]) -> None:
         super().__init__(data)
         self.step = 0
         """Number of the last step that has begun to add gradients."""

@@ -9,8 +9,8 @@ from patrickstar._hardware.sigint_gate import interruption_point
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.grad_norm import GradStats, grad_stats_of_parts
 from patrickstar._params.managed_param import ManagedParam
-from patrickstar._params.model_data import ModelData
 from patrickstar._params.precision import LossScaler, clip_coefficient
+from patrickstar._params.several_processes import Sharing
 from patrickstar._schedule.coordination import Request
 from patrickstar.errors import TrainingError
 
@@ -23,8 +23,8 @@ from patrickstar.errors import TrainingError
 class Gradients:
     """Gradients of the next optimizer step, scaled as the update will read them."""
 
-    def __init__(self, data: ModelData, scaler: LossScaler, kernels: Kernels, *, late: bool) -> None:
-        self.data = data
+    def __init__(self, sharing: Sharing, scaler: LossScaler, kernels: Kernels, *, late: bool) -> None:
+        self.shards, self.sharing = sharing.shards, sharing
         self.late = late
         """True if updates may be delayed or lock-free."""
         self.scaler = scaler
@@ -45,7 +45,7 @@ class Gradients:
     @property
     def scales(self) -> tuple[float, ...]:
         """Factors that the update multiplies gradients by, in this order; each product is rounded."""
-        average = (1.0 / self.data.batches,) if self.data.batches > 1 else ()
+        average = (1.0 / self.sharing.batches,) if self.sharing.batches > 1 else ()
         unscale = (1.0 / self.scaler.scale,) if self.scaler.enabled else ()
         return (*average, *unscale, *self._clips)
 
@@ -56,7 +56,7 @@ class Gradients:
 
     def zero(self) -> None:
         """Drop all gradients, and let those that PyTorch would keep be zeros. See [Note: gradients that are zero]."""
-        zeros = self._used | {managed for managed in self.data.managed_params if managed.has_gradient}
+        zeros = self._used | {managed for managed in self.shards.managed_params if managed.has_gradient}
         self.drop()
         self._used, self.zeros = zeros, set(zeros)
 
@@ -71,16 +71,16 @@ class Gradients:
         Raises:
             TrainingError: Several processes would have to agree, or updates are late.
         """
-        if managed not in self.zeros or self.data.has_gradient(managed):
+        if managed not in self.zeros or managed.in_next_step:
             return
-        if self.data.world.size > 1 or self.late:
+        if self.shards.world.size > 1 or self.late:
             raise TrainingError(
                 f"zero_grad(set_to_none=False) made the gradient of {managed.name!r} zero, and no backward has added "
                 f"to it: a step with such a gradient needs one process, and updates that are not late. Call zero_grad()"
             )
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             zero = torch.zeros((), dtype=managed.chunk.dtype, device=managed.chunk.compute_device)
-            self.data.accept_gradient(managed, zero.expand(managed.shape))
+            self.sharing.accept_gradient(managed, zero.expand(managed.shape))
 
     def begin_step(self, managed_params: Iterable[ManagedParam]) -> None:
         """Store the gradients of a step that are zero; `managed_params` are those that it updates."""
@@ -88,7 +88,8 @@ class Gradients:
             self.store_zeros(managed)
         self.zeros.clear()
         self.last_clips = tuple(self._clips)
-        self._used.update([each for each in self.data.managed_params if each.state.overlays_param or each.has_gradient])
+        managed_params = self.shards.managed_params
+        self._used.update([each for each in managed_params if each.state.overlays_param or each.has_gradient])
 
     def check_scaled(self) -> None:
         """Raise TrainingError if a gradient is not of this engine's scaled loss, which only `drop` can end."""
@@ -103,7 +104,7 @@ class Gradients:
     def clip(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> torch.Tensor:
         """Make the step scale gradients to a global norm of at most `max_norm`; return the norm before clipping."""
         self.check_scaled()
-        self.data.synchronize_gradients(Request.NORM)
+        self.sharing.synchronize_gradients(Request.NORM)
         norm = self._norm() if norm_type == 2.0 else self._norm_of_order(norm_type)
         if error_if_nonfinite and not math.isfinite(norm):
             raise TrainingError(
@@ -111,18 +112,18 @@ class Gradients:
                 f"them all the same leave out error_if_nonfinite=True"
             )
         total, factor = clip_coefficient(norm, max_norm)
-        if any(self.data.has_gradient(managed) for managed in self.data.managed_params):
+        if any(managed.in_next_step for managed in self.shards.managed_params):
             self._clips.append(factor)
-        return torch.tensor(total, dtype=torch.float32, device=self.data.manager.device)
+        return torch.tensor(total, dtype=torch.float32, device=self.shards.manager.device)
 
     def _norm(self) -> float:
-        with self.data.collective_section():
+        with self.sharing.collective_section():
             self._grad_stats = self._compute_stats()
         return self._grad_stats.norm
 
     def _norm_of_order(self, norm_type: float) -> float:
         """Return the norm of the norms of all gradients, as PyTorch computes it."""
-        gradients = (self.read(managed) for managed in self.data.managed_params)
+        gradients = (self.read(managed) for managed in self.shards.managed_params)
         norms = [torch.linalg.vector_norm(gradient, norm_type) for gradient in gradients if gradient is not None]
         return float(torch.linalg.vector_norm(torch.stack(norms), norm_type)) if norms else 0.0
 
@@ -133,22 +134,18 @@ class Gradients:
         """
         self.check_scaled()
         self.store_zeros(managed)
-        self.data.synchronize_gradients(Request.STATE)
-        if not self.data.has_gradient(managed):
+        self.sharing.synchronize_gradients(Request.STATE)
+        if not managed.in_next_step:
             return None
-        with torch.no_grad(), self.data.collective_section():
+        with torch.no_grad(), self.sharing.collective_section():
             grad = torch.empty(managed.numel, dtype=getattr(torch, managed.schema.master_dtype), device="cpu")
             if managed.has_gradient:
                 self._read_shard(managed, grad[managed.shard_slice])
-            self.data.gather_parts(managed, grad)
+            self.sharing.gather_parts(managed, grad)
             whole = grad.as_strided(managed.region.shape, managed.region.strides)
             if managed.parts:
-                local, whole = (
-                    whole,
-                    torch.empty_strided(managed.full_shape, managed.full_strides, dtype=grad.dtype, device="cpu"),
-                )
-                self.data.assemble(managed, local, whole)
-            return whole.to(self.data.manager.device)
+                whole = managed.assemble(whole, self.shards.world)
+            return whole.to(self.shards.manager.device)
 
     def stored_dtype(self, managed: ManagedParam) -> torch.dtype:
         """Return the dtype that holds a parameter's gradient without loss: the master's if it is a sum or scaled."""
@@ -169,48 +166,48 @@ class Gradients:
             TrainingError: The gradient does not exist, or it was clipped and is final.
         """
         self.check_final(managed)
-        if not self.data.has_gradient(managed):
+        if not managed.in_next_step:
             raise TrainingError(f"the gradient of {managed.name!r} can't be changed: it was used or discarded")
         self.writes += 1
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for scale in self.scales:
                 value = value / scale
             flat = managed.flattened(managed.local(value))[managed.shard_slice]
-            self.data.write_gradient(managed, flat)
+            self.shards.write_gradient(managed, flat)
 
     def _read_shard(self, managed: ManagedParam, grad: torch.Tensor) -> None:
-        self.data.ensure_local(managed)
-        if not self.data.gradient_on_disk(managed):
-            grad.copy_(self.data.gradient(managed).together().scaled(self.scales))
+        self.shards.ensure_local(managed)
+        if not self.shards.gradient_on_disk(managed):
+            grad.copy_(self.shards.gradient(managed).together().scaled(self.scales))
             return
-        for elements, part in self.data.gradient_parts(managed):
+        for elements, part in self.shards.gradient_parts(managed):
             grad[elements] = part.together().scaled(self.scales)
 
     def overflowed(self) -> bool:
         """Return whether a gradient of the scaled loss has an infinity or a NaN; reuses the statistics of clipping."""
         if not self.scaler.enabled:
             return False
-        with self.data.collective_section():
+        with self.sharing.collective_section():
             grad_stats = self._grad_stats if self._grad_stats is not None else self._compute_stats()
         return grad_stats.not_finite > 0
 
     def drop(self) -> None:
         """Drop all gradients, and restore the parameters that they overlay."""
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            self.data.discard_gradients()
+            self.sharing.discard_gradients()
         self._clips.clear()
         self.unscaled.clear()
         self._grad_stats = None
 
     def _make_room(self, managed_params: Sequence[ManagedParam]) -> None:
         """Evict parameters, as far as they can be, for the workspace of statistics beside an accelerator."""
-        manager = self.data.manager
+        manager = self.shards.manager
         if manager.hardware.has_gpu and managed_params:
             longest = max(managed.location.numel for managed in managed_params)
             nbytes = self.kernels.stats_workspace_bytes(manager.device, longest)
             if nbytes:
                 manager.cache.evict_idle(nbytes, [managed.shard_chunk for managed in managed_params])
-                self.data.update_param_views()
+                self.shards.update_param_views()
 
     def _compute_stats(self) -> GradStats:
         """Compute the statistics: of all gradients on the device at once, of others chunk by chunk.
@@ -218,7 +215,7 @@ class Gradients:
         So temporary copies hold at most one chunk's gradients. Nothing moves before those on the device are read.
         """
         sums: dict[ManagedParam, float] = {}
-        not_finite, data = 0, self.data
+        not_finite, data = 0, self.shards
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             groups = [[managed for managed in group if managed.has_gradient] for group in data.by_chunk.values()]
             at_once: list[ManagedParam] = []
@@ -243,4 +240,4 @@ class Gradients:
                     stats = grad_stats_of_parts(parts)
                     sums[managed] = stats.squares[0]
                     not_finite += stats.not_finite
-        return GradStats(*self.data.all_sums(sums, not_finite))
+        return GradStats(*self.shards.add_squares(sums, not_finite))

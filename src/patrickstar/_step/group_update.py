@@ -8,9 +8,9 @@ from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.rounding import canonical_nan_
 from patrickstar._kernels.torch_optim_group import GroupOptimizer, Member, tensor_bytes
 from patrickstar._kernels.update_rule import Span
-from patrickstar._layout.schema import PARAM32
+from patrickstar._layout.schema import GRAD32, PARAM32
+from patrickstar._params.local_shards import LocalShards
 from patrickstar._params.managed_param import ManagedParam
-from patrickstar._params.model_data import ModelData
 from patrickstar._params.tensor_subclass import managed_param_of
 from patrickstar._schedule.placement import Tier
 from patrickstar._step.update import GradientList, give_up
@@ -26,7 +26,7 @@ class GroupUpdate:
     not fit is refused before anything changes.
     """
 
-    def __init__(self, data: ModelData, kernels: Kernels, rules: UpdateRules, optimizer: GroupOptimizer) -> None:
+    def __init__(self, data: LocalShards, kernels: Kernels, rules: UpdateRules, optimizer: GroupOptimizer) -> None:
         self.optimizer = optimizer
         self._data, self._kernels, self._rules = data, kernels, rules
         self._groups: list[dict[str, Any]] = []
@@ -34,7 +34,7 @@ class GroupUpdate:
         """Host memory of states that are in no chunk."""
 
     @classmethod
-    def of(cls, optimizer: Optimizer, data: ModelData, kernels: Kernels, rules: UpdateRules) -> "GroupUpdate | None":
+    def of(cls, optimizer: Optimizer, data: LocalShards, kernels: Kernels, rules: UpdateRules) -> "GroupUpdate | None":
         """Return the updates by an optimizer that needs all parameters at once, None for another one."""
         together = optimizer.group_optimizer()
         return None if together is None else cls(data, kernels, rules, together)
@@ -74,7 +74,8 @@ class GroupUpdate:
                 manager.transfers.settle(chunk, in_order=True)
                 chunk.pins += 1
                 pinned.append(chunk)
-            lacking = {each.location.chunk: each for each in updated if not data.gradient_sums(each.location.chunk)}
+            listed = {index for kind, index in manager.chunks if kind == GRAD32}
+            lacking = {each.location.chunk: each for each in updated if each.location.chunk not in listed}
             needed_bytes = sum(chunk.nbytes for chunk in chunks if not chunk.host.present)
             manager.free_host(needed_bytes + sum(manager[PARAM32, index].nbytes for index in lacking))
             for chunk in chunks:

@@ -8,8 +8,8 @@ from functools import partial
 
 from patrickstar._hardware.profiler_range import profiler_range
 from patrickstar._kernels.update_rule import Rule, Span
+from patrickstar._params.local_shards import LocalShards
 from patrickstar._params.managed_param import ManagedParam
-from patrickstar._params.model_data import ModelData
 from patrickstar._step.host_updates import HostUpdates
 from patrickstar._step.update import WHOLE, WHOLE_IN_ORDER, InPlace, Rules, SpareHome, Update
 from patrickstar._step.updates import Updates
@@ -93,7 +93,7 @@ def _sizes(blocks: Blocks) -> tuple[int, ...]:
 class SpareBlocks(SpareHome):
     """Spare blocks of the host, which become the host copies of the chunk when the step commits them."""
 
-    def __init__(self, data: ModelData, index: int, updates: Updates, memory: SpareMemory) -> None:
+    def __init__(self, data: LocalShards, index: int, updates: Updates, memory: SpareMemory) -> None:
         super().__init__(data, index)
         self._updates, self._memory = updates, memory
         self._chunks = self.written(index)
@@ -208,7 +208,7 @@ class HostSpeculation:
     newer ones: their chunks are used last in the next forward, beside which they can be updated.
     """
 
-    def __init__(self, data: ModelData, updates: Updates, host_updates: HostUpdates) -> None:
+    def __init__(self, data: LocalShards, updates: Updates, host_updates: HostUpdates) -> None:
         self.data = data
         self.memory = SpareMemory(data.manager.host_tier)
         self._updates, self._host_updates = updates, host_updates

@@ -8,8 +8,8 @@ import torch
 
 from patrickstar._hardware.direct_io import PAGE_BYTES
 from patrickstar._hardware.sigint_gate import interruption_point
+from patrickstar._params.local_shards import LocalShards
 from patrickstar._params.managed_param import ManagedParam
-from patrickstar._params.model_data import ModelData
 from patrickstar._step.gradient_buffer import BufferedPage, GradientBuffer, by_chunk
 from patrickstar._step.update import Update, give_up
 from patrickstar._step.update_log import LoggedRun, UpdateLog, UpdateRecord
@@ -48,7 +48,7 @@ class LockFreeUpdates:
     """Updates of pages at the speed of the disk. See [Note: lock-free updates]."""
 
     def __init__(
-        self, data: ModelData, optimizer: Optimizer, update_rules: UpdateRules, updates: Updates, options: LockFree
+        self, data: LocalShards, optimizer: Optimizer, update_rules: UpdateRules, updates: Updates, options: LockFree
     ) -> None:
         self.data = data
         self.options = options
@@ -181,7 +181,7 @@ class LockFreeUpdates:
                 self.data.restore_own(managed)
             self.buffer.fill(managed)
         self.data.end_update([managed])
-        managed.state.begin_late()
+        managed.state.late = True
 
     def _updates_in_step(self, index: int) -> bool:
         """Return whether the states of a chunk are updated in the step."""

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from patrickstar._params.managed_param import ManagedParam
-from patrickstar._params.model_data import ModelData
+from patrickstar._params.several_processes import Sharing
 from patrickstar._step.optimizer_step import OptimizerStep
 from patrickstar._step.speculation import Speculation
 from patrickstar.errors import TrainingError
@@ -22,10 +22,10 @@ from patrickstar.errors import TrainingError
 class OptimizerInBackward:
     """Update of chunks during backward, on background threads or between two operators."""
 
-    def __init__(self, data: ModelData, optimizer_step: OptimizerStep, speculates: bool = True) -> None:
-        self.data = data
+    def __init__(self, sharing: Sharing, optimizer_step: OptimizerStep, speculates: bool = True) -> None:
+        self.data = sharing.shards
         self.optimizer_step = optimizer_step
-        self.speculation = Speculation(data, optimizer_step, speculates)
+        self.speculation = Speculation(sharing, optimizer_step, speculates)
         """Updates of backwards without `update=True`."""
         self._groups: Mapping[ManagedParam, Mapping[str, Any]] | None = None
         self._hyper_parameters: list[dict[str, Any]] = []
@@ -88,7 +88,7 @@ class OptimizerInBackward:
             groups = {managed: self._groups.get(managed) for managed in complete}
             self.optimizer_step.update_chunk(index, groups.get, (), first=True)
             for managed in complete:
-                managed.state.update_in_backward(self.data.backward_id)
+                managed.state.updated_in_backward = self.data.backward_id
 
     def finish(self, groups: Mapping[ManagedParam, Mapping[str, Any]]) -> None:
         """End at the step. Raises TrainingError if hyper-parameters changed since `begin`."""

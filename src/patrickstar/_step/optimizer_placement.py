@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from patrickstar._chunks.tracer import Tracer
 from patrickstar._layout.chunk_mapping import Layout
-from patrickstar._params.model_data import ModelData
+from patrickstar._params.local_shards import LocalShards
 from patrickstar._schedule.placement import WARM_UP_PERCENT, ChunkTiers, Tier, home_tiers, margin_chunks
 from patrickstar._step.optimizer_step import OptimizerStep
 from patrickstar._step.tier_planning import optimizer_room_bytes
@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 class OptimizerPlacement:
     """Chooses the home tiers of optimizer chunks, and whether fetched parameters keep duplicate copies on the host."""
 
-    def __init__(self, layout: Layout, data: ModelData, optimizer_step: OptimizerStep, tracer: Tracer) -> None:
+    def __init__(self, layout: Layout, data: LocalShards, optimizer_step: OptimizerStep, tracer: Tracer) -> None:
         self._data = data
         self._optimizer_step = optimizer_step
         self._tracer = tracer

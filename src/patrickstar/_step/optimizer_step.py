@@ -5,8 +5,8 @@ from typing import Any
 
 from patrickstar._hardware.sigint_gate import interruption_point
 from patrickstar._kernels.dispatch import Kernels
+from patrickstar._params.local_shards import LocalShards
 from patrickstar._params.managed_param import ManagedParam
-from patrickstar._params.model_data import ModelData
 from patrickstar._schedule.placement import Tier
 from patrickstar._step.delayed_update import DelayedUpdates
 from patrickstar._step.disk_optimizer_step import DiskOptimizerStep
@@ -29,7 +29,7 @@ class OptimizerStep:
 
     def __init__(
         self,
-        data: ModelData,
+        data: LocalShards,
         optimizer: Optimizer,
         kernels: Kernels,
         staging_size: StagingSize | None = None,

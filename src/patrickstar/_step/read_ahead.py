@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from patrickstar._params.model_data import ModelData
+from patrickstar._params.local_shards import LocalShards
 from patrickstar._step.staging_pool import StagingPool
 from patrickstar._step.update import Page, Update
 
@@ -15,7 +15,7 @@ from patrickstar._step.update import Page, Update
 class ReadAhead:
     """Fills the staging buffers with pages. See [Note: expected updates]."""
 
-    def __init__(self, data: ModelData, staging_pool: StagingPool) -> None:
+    def __init__(self, data: LocalShards, staging_pool: StagingPool) -> None:
         self.data = data
         self.staging_pool = staging_pool
         self.enabled = True

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from patrickstar._params.managed_param import ManagedParam
-from patrickstar._params.model_data import ModelData
+from patrickstar._params.several_processes import Sharing
 from patrickstar._step.disk_speculation import DiskSpeculation, SparePages
 from patrickstar._step.host_speculation import HostSpeculation, SpareBlocks
 from patrickstar._step.optimizer_step import OptimizerStep
@@ -46,21 +46,21 @@ class Assumption:
 class Speculation:
     """Starts updates during backward and decides at the step which of them count. See [Note: speculation]."""
 
-    def __init__(self, data: ModelData, optimizer_step: OptimizerStep, enabled: bool = True) -> None:
-        self.data = data
+    def __init__(self, sharing: Sharing, optimizer_step: OptimizerStep, enabled: bool = True) -> None:
+        self.data, self._sharing = sharing.shards, sharing
         self._optimizer_step = optimizer_step
         self._host: HostSpeculation | None = None
         self._disk: DiskSpeculation | None = None
         self._speculators: list[HostSpeculation | DiskSpeculation] = []
         if enabled and optimizer_step.together is None:
             if optimizer_step.updates.host is not None:
-                self._host = HostSpeculation(data, optimizer_step.updates, optimizer_step.updates.host)
+                self._host = HostSpeculation(self.data, optimizer_step.updates, optimizer_step.updates.host)
                 self._speculators.append(self._host)
             # Shards of parameters are never on disk, where updates of states on disk would write them.
-            if optimizer_step.updates.disk is not None and data.world.size == 1:
-                self._disk = DiskSpeculation(data, optimizer_step.updates.disk)
+            if optimizer_step.updates.disk is not None and self.data.world.size == 1:
+                self._disk = DiskSpeculation(self.data, optimizer_step.updates.disk)
                 self._speculators.append(self._disk)
-        self._in_place = InPlace(data)
+        self._in_place = InPlace(self.data)
         self.assumption: Assumption | None = None
         """What a backward that updates chunks assumes."""
         self._confident = False
@@ -125,7 +125,7 @@ class Speculation:
         for index in assumption.candidates[::-1]:
             if max(capacity.values()) <= 0:
                 return
-            if not self.data.gradients_are_reduced(index):
+            if not self._sharing.gradients_are_reduced(index):
                 continue
             inputs = self._in_place.used(index)
             speculator = next((each for each in self._speculators if each.accepts(inputs)), None)

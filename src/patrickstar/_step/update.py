@@ -10,8 +10,8 @@ from patrickstar._hardware.transfer import Transfer
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.update_rule import Gradient, Rule, Span
 from patrickstar._layout.schema import DELAYED16, GRAD32, PARAM16
+from patrickstar._params.local_shards import LocalShards
 from patrickstar._params.managed_param import ManagedParam
-from patrickstar._params.model_data import ModelData
 from patrickstar._step.staging_pool import PageSet, StagingPool
 from patrickstar._tiers.chunk import Chunk, Copy
 
@@ -77,7 +77,7 @@ class Update:
         give_up(self.home.data, self.rules, error)
 
 
-def give_up(data: ModelData, failed: Collection[ManagedParam], error: BaseException) -> None:
+def give_up(data: LocalShards, failed: Collection[ManagedParam], error: BaseException) -> None:
     """Reset the parameters of failed updates to the rounded masters, updated or not, and name them in the error.
 
     After a loss of chunk data nothing is reset: the engine will close, and read back what it can.
@@ -115,7 +115,7 @@ class Home:
     speculative = False
     """True if results may be given up at any time. See [Note: speculation]."""
 
-    def __init__(self, data: ModelData) -> None:
+    def __init__(self, data: LocalShards) -> None:
         self.data = data
 
     # What an update uses
@@ -319,7 +319,7 @@ class SpareHome(InPlace):
     speculative = True
     uploads = False
 
-    def __init__(self, data: ModelData, index: int) -> None:
+    def __init__(self, data: LocalShards, index: int) -> None:
         super().__init__(data)
         self.inputs = self.used(index)
         """Chunks that the update reads: `param16`, masters and states, sums of gradients."""
@@ -347,7 +347,7 @@ class DelayedList(Home):
 
     late = True
 
-    def __init__(self, data: ModelData, listed: Collection[ManagedParam]) -> None:
+    def __init__(self, data: LocalShards, listed: Collection[ManagedParam]) -> None:
         super().__init__(data)
         self.listed = listed
 

@@ -7,8 +7,8 @@ import torch
 
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.update_rule import Rule
+from patrickstar._params.local_shards import LocalShards
 from patrickstar._params.managed_param import ManagedParam
-from patrickstar._params.model_data import ModelData
 from patrickstar._tiers.chunk import Chunk
 from patrickstar.optim import Optimizer
 
@@ -46,13 +46,13 @@ class UpdateRules:
             if group is not None
         }
 
-    def note_updates(self, data: ModelData, groups: Mapping[ManagedParam, Mapping[str, Any]]) -> None:
+    def note_updates(self, data: LocalShards, groups: Mapping[ManagedParam, Mapping[str, Any]]) -> None:
         """Note the param groups of which the step that begins, or the backward before it, updates a parameter."""
         for managed, group in groups.items():
             if id(group) in self._updated:
                 continue
             in_backward = managed.state.updated_in_backward == data.backward_id > 0
-            if in_backward or data.has_gradient(managed):
+            if in_backward or managed.in_next_step:
                 self._updated.add(id(group))
 
     def end_step(self, param_groups: Iterable[dict[str, Any]]) -> None:
@@ -72,7 +72,7 @@ class UpdateRules:
         return max(sizes, default=0)
 
     def make_room(
-        self, data: ModelData, rules: Mapping[ManagedParam, Rule], used: Sequence[Chunk], *, on_device: bool = False
+        self, data: LocalShards, rules: Mapping[ManagedParam, Rule], used: Sequence[Chunk], *, on_device: bool = False
     ) -> None:
         """Make room on the device for the workspace of updates that need whole parameters, and of those on the device.
 

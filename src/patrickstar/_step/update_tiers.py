@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from patrickstar._layout.schema import SHARD16
+from patrickstar._params.local_shards import LocalShards
 from patrickstar._params.managed_param import ManagedParam
-from patrickstar._params.model_data import ModelData
 from patrickstar._schedule.placement import Tier
 from patrickstar._tiers.chunk import Chunk
 
@@ -16,7 +16,7 @@ class UpdateTiers:
         waits_for_copies: Updates on the host wait for the copies of their chunks themselves.
     """
 
-    def __init__(self, data: ModelData, waits_for_copies: bool) -> None:
+    def __init__(self, data: LocalShards, waits_for_copies: bool) -> None:
         self.data = data
         self.home: dict[int, Tier] = {}
         """Home tier of the optimizer chunks of each index; the host for others."""
@@ -71,7 +71,7 @@ class UpdateTiers:
         home = self.tier_of(index) if tier is None else tier
         chunks, param16 = self._optimizer_chunks(index), managed_params[0].shard_chunk
         # Also if only other ranks own elements with a gradient: linked processes move the same chunks.
-        if any(managed.has_gradient or self.data.has_gradient(managed) for managed in managed_params):
+        if any(managed.has_gradient or managed.in_next_step for managed in managed_params):
             manager.transfers.settle(param16, in_order=True)
             # Operators read gathered chunks: a shard follows its states.
             if home is Tier.DEVICE or (param16.kind == SHARD16 and self._fits_host(param16)):

@@ -5,8 +5,8 @@ from functools import partial
 
 from patrickstar._hardware.profiler_range import profiler_range
 from patrickstar._kernels.dispatch import Kernels
+from patrickstar._params.local_shards import LocalShards
 from patrickstar._params.managed_param import ManagedParam
-from patrickstar._params.model_data import ModelData
 from patrickstar._step.disk_optimizer_step import DiskOptimizerStep
 from patrickstar._step.host_updates import HostUpdates
 from patrickstar._step.update import Update
@@ -31,7 +31,7 @@ class Updates:
 
     def __init__(
         self,
-        data: ModelData,
+        data: LocalShards,
         kernels: Kernels,
         queue: UpdateQueue,
         host: HostUpdates | None,
