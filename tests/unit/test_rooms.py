@@ -25,7 +25,7 @@ MOST_LINES = {
     "_plan": 1694,
     "_report": 962,
     "_schedule": 1220,
-    "_step": 4883,
+    "_step": 4875,
     "_tiers": 2115,
     "integrations": 4009,
     "optim": 903,
