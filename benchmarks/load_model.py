@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 import patrickstar as ps
 from patrickstar._layout.byte_size import format_size
-from patrickstar._models.presets import PRESETS
+from patrickstar._models.model_source import find_model
 from patrickstar.integrations.transformers import from_pretrained
 from patrickstar.integrations.transformers._model_folder import TensorInFile, tensors_of
 
@@ -30,7 +30,7 @@ METHODS = [("transformers, then initialize", "SGD"), ("direct to chunks", "SGD")
 
 def write_folder(folder: Path, preset: str) -> None:
     """Write a model with random weights."""
-    model = AutoModelForCausalLM.from_config(PRESETS[preset].config(), dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_config(find_model(preset).config, dtype=torch.bfloat16)
     with torch.no_grad():
         for param in model.parameters():
             param.normal_(std=0.02)

@@ -1,6 +1,6 @@
 """Measure the memory of all processes while they create an engine, from random values and from a folder.
 
-python benchmarks/start_memory.py [--model gpt-1b] [--processes 1 2 4] [--host-memory 24GB]
+python benchmarks/start_memory.py [--model llama-3.2-1b] [--processes 1 2 4] [--host-memory 24GB]
 
 The memory of a process is its proportional set size, without that after its imports; sums over all processes are
 sampled every 20 ms. Limit: 14 bytes per parameter, and the largest parameter in fp32 in each process.
@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 
 import patrickstar as ps
 from patrickstar._layout.byte_size import format_size, parse_size
-from patrickstar._models.presets import PRESETS
+from patrickstar._models.model_source import find_model
 from patrickstar.integrations.transformers import from_pretrained
 
 SAMPLE_S = 0.02
@@ -51,7 +51,7 @@ def start(given: argparse.Namespace, size: int, folder: str | None, mark: str, r
     budget = parse_size(given.host_memory) // 4 // size
     config = ps.Config(device="cpu", precision="bf16", device_memory=budget, host_memory=3 * budget * size)
     if folder is None:
-        engine, _ = ps.initialize(partial(AutoModelForCausalLM.from_config, PRESETS[given.model].config()), config)
+        engine, _ = ps.initialize(partial(AutoModelForCausalLM.from_config, find_model(given.model).config), config)
     else:
         engine, _ = from_pretrained(folder, config)
     seconds = time.monotonic() - began
@@ -96,7 +96,7 @@ def measured(given: argparse.Namespace, size: int, folder: str | None) -> dict[s
 
 
 def main() -> None:
-    given = options(__doc__, model="gpt-1b", processes=[1, 2, 4], host_memory="24GB")
+    given = options(__doc__, model="llama-3.2-1b", processes=[1, 2, 4], host_memory="24GB")
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         write_folder(Path(folder), given.model)

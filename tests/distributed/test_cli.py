@@ -166,10 +166,10 @@ def print_batches(arguments: list[str], folder: str) -> None:
     """Run the command; print the seed and a number for each batch. Runs in each process."""
     compute = command._gradients
 
-    def step(options, engine, batches, number):
+    def step(run, batches):
         ids = next(batches)
         print(f"batch {torch.initial_seed()} {hash(tuple(ids.flatten().tolist()))}")
-        return compute(options, engine, chain([ids], batches), number)
+        return compute(run, chain([ids], batches))
 
     command._gradients = step
     main(arguments, folder)
@@ -230,12 +230,12 @@ def main_until(arguments: list[str], folder: str, victim: int, step: int, saved:
     """Run the command; the `victim` dies in a step, once these checkpoints are there. Runs in each process."""
     compute = command._gradients
 
-    def die_in_step(given, engine, batches, number):
-        if number == step and int(os.environ["RANK"]) == victim:
-            while saved and saved != [path.name for path in Checkpoints(given.save_to).all()]:
+    def die_in_step(run, batches):
+        if run.step + 1 == step and int(os.environ["RANK"]) == victim:
+            while saved and saved != [path.name for path in Checkpoints(run.options.save_to).all()]:
                 time.sleep(0.01)
             ranks.die()
-        return compute(given, engine, batches, number)
+        return compute(run, batches)
 
     command._gradients = die_in_step
     main(arguments, folder)

@@ -15,7 +15,7 @@ MOST_LINES = {
     "_cli": 2317,
     "_distributed": 2409,
     "_dry_run": 3365,
-    "_engine": 4052,
+    "_engine": 4056,
     "_hardware": 2425,
     "_kernels": 2726,
     "_layout": 918,
