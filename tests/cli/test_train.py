@@ -125,6 +125,7 @@ def test_lock_free_updates_are_replayed() -> None:
         (("--update-log", "log"), "requires --lock-free-from"),
         (("--replay", "no such log"), "can't be read"),
         (("--model", "t5-60m", "--sequence", 2001), "use --sequence from 2 to 2000"),
+        (("--model", "t5-60m", "--vocab-size", 300), "use 357 or more"),
     ],
 )
 def test_options_that_can_not_be_used(words: Any, says: str) -> None:

@@ -14,13 +14,10 @@ from tokenizers import __version__ as tokenizers_version
 
 from patrickstar._cli.corpus import Corpus
 from patrickstar._hardware.cpu_allocator import cache_folder
-from patrickstar._models.vocabulary import Vocabulary, read_tokenizer
+from patrickstar._models.vocabulary import SMALLEST_VOCABULARY, Vocabulary, read_tokenizer
 from patrickstar.errors import ConfigError, DataError, ModelError
 
 END_TOKEN = "<|endoftext|>"
-# 256 byte tokens, so that any text can be encoded, and the end marker.
-SMALLEST_VOCABULARY = 257
-
 # Part of every cache key: increase it if the same text should be encoded differently.
 _CACHE_VERSION = 1
 # Documents encoded together: enough to use all cores, few enough to limit the memory of the encodings.

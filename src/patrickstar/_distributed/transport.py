@@ -104,7 +104,7 @@ class FlatTransport(Transport):
             return None
         shard = own.chunks[SHARD16, self.index]
         part = shard.current(shard.whole)
-        if whole is not None:
+        if whole is not None and not shard.device.valid:
             self.counters.h2d_bytes += part.nbytes
         self.counters.gathered_bytes += part.nbytes * (len(targets) - (whole is not None))
         self.counters.inter_replica_gathered_bytes += part.nbytes * len(set(targets) & set(self.elsewhere))

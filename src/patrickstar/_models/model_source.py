@@ -21,7 +21,7 @@ from patrickstar._models.model_names import refuse_unknown_model
 from patrickstar._models.open_models import find_open_model
 from patrickstar._models.presets import TRAINED_PRESETS, Preset, T5Preset
 from patrickstar._models.span_corruption import SENTINELS, SpanCorruption
-from patrickstar._models.vocabulary import Vocabulary
+from patrickstar._models.vocabulary import SMALLEST_VOCABULARY, Vocabulary
 from patrickstar.errors import ConfigError, ModelError
 from patrickstar.integrations.transformers._folder_weights import FolderWeights
 from patrickstar.integrations.transformers._model_builder import build_model, parameters_on_meta, read_config
@@ -146,7 +146,7 @@ def find_model(name: str, vocab_size: int | None = None) -> ModelSource:
         return ModelSource(name, config, _folder_vocabulary(path, config, size), folder=path)
     if vocab_size is not None:
         config.get_text_config().vocab_size = size = vocab_size
-    return ModelSource(name, config, Vocabulary(size - SENTINELS * bool(config.is_encoder_decoder)))
+    return ModelSource(name, config, Vocabulary(_trained_size(config, size)))
 
 
 def preset_source(name: str, preset: Preset | T5Preset) -> ModelSource:
@@ -164,10 +164,22 @@ def _language_config(path: Path) -> PreTrainedConfig:
     return config
 
 
+def _trained_size(config: PreTrainedConfig, size: int) -> int:
+    """Return the number of tokens of a vocabulary that are trained on the text: all but the sentinels of spans."""
+    if not config.is_encoder_decoder:
+        return size
+    if size < SMALLEST_VOCABULARY + SENTINELS:
+        raise ConfigError(
+            f"a vocabulary of {size} can't hold the 256 bytes, the end marker and the {SENTINELS} sentinels of a model "
+            f"with an encoder; use {SMALLEST_VOCABULARY + SENTINELS} or more"
+        )
+    return size - SENTINELS
+
+
 def _folder_vocabulary(folder: Path, config: PreTrainedConfig, size: int) -> Vocabulary:
     file = folder / "tokenizer.json"
     if not file.is_file():
-        return Vocabulary(size)
+        return Vocabulary(_trained_size(config, size))
     end = config.get_text_config().eos_token_id
     if isinstance(end, list):
         end = end[0] if end else None

@@ -6,6 +6,9 @@ from pathlib import Path
 
 from patrickstar.errors import ModelError
 
+# 256 byte tokens, so that any text can be encoded, and the end marker.
+SMALLEST_VOCABULARY = 257
+
 
 @dataclass(frozen=True)
 class Vocabulary:
