@@ -9,7 +9,16 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from laws.test_construction import Copies, InitialisedTwice, Layers, OtherReaders, gpt2, in_half_precision, llama
+from laws.test_construction import (
+    Copies,
+    InitialisedTwice,
+    Layers,
+    OtherReaders,
+    entered_without_memory,
+    gpt2,
+    in_half_precision,
+    llama,
+)
 from torch import nn
 
 import patrickstar as ps
@@ -61,15 +70,8 @@ def test_bits_of_a_plain_construction(size, model, precision, at_once):
 @ranks.in_processes(2)
 def test_bits_of_a_construction_on_disk(model, tmp_path):
     """Build a model larger than memory in turns: every page is dropped at every check."""
-    contexts = []
-    enter = FileBackedTensors.__enter__
-
-    def enter_without_memory(self: FileBackedTensors) -> FileBackedTensors:
-        self.limit_bytes = -1
-        contexts.append(self)
-        return enter(self)
-
-    with mock.patch.object(FileBackedTensors, "__enter__", enter_without_memory):
+    contexts: list[FileBackedTensors] = []
+    with mock.patch.object(FileBackedTensors, "__enter__", entered_without_memory(contexts)):
         check_built(MODELS[model], ps.Config(device="cpu", disk=ps.Disk(tmp_path), **TINY), 1)
     assert len(contexts) == 1, "the model was not built on disk"
     assert not list(Path(tmp_path).iterdir())

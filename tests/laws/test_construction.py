@@ -98,21 +98,25 @@ def on_disk(build: Callable[[], nn.Module], folder: Path, precision: str = "fp32
     return state
 
 
+def entered_without_memory(contexts: list[FileBackedTensors]) -> Callable[[FileBackedTensors], FileBackedTensors]:
+    """Return an `__enter__` that notes its contexts, and lets every page be dropped at every check."""
+    enter = FileBackedTensors.__enter__
+
+    def enter_without_memory(self: FileBackedTensors) -> FileBackedTensors:
+        self.limit_bytes = -1  # each access after a pause reads the file
+        contexts.append(self)
+        return enter(self)
+
+    return enter_without_memory
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
     "build", [Layers, InitialisedTwice, Copies, OtherReaders, gpt2, llama, in_half_precision], ids=lambda b: b.__name__
 )
 def test_bits_of_a_plain_construction(build, precision, tmp_path, monkeypatch):
-    # Every page is dropped at every check, so that each access after a pause reads the file.
-    contexts = []
-    enter = FileBackedTensors.__enter__
-
-    def enter_without_memory(self: FileBackedTensors) -> FileBackedTensors:
-        self.limit_bytes = -1
-        contexts.append(self)
-        return enter(self)
-
-    monkeypatch.setattr(FileBackedTensors, "__enter__", enter_without_memory)
+    contexts: list[FileBackedTensors] = []
+    monkeypatch.setattr(FileBackedTensors, "__enter__", entered_without_memory(contexts))
     torch.manual_seed(5)
     plain = build()
     drawn = torch.rand(3)
