@@ -9,7 +9,6 @@ is that of the runs with a budget of two groups.
 
 import argparse
 import os
-import socket
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from unittest import mock
 import psutil
 import torch
 import torch.distributed as dist
+from fresh_processes import rendezvous
 from report import filled, options, publish
 from steps import Plain, gpt, ratio_cells, seconds_of, tokens, train_step
 from torch.distributed.device_mesh import init_device_mesh
@@ -157,12 +157,7 @@ def worker(given: argparse.Namespace, size: int, rank: int) -> dict[str, Any]:
 
 def launch(given: argparse.Namespace, size: int) -> list[dict[str, Any]]:
     """Return the measurements of `size` processes, which share the processors."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    threads = max(1, len(os.sched_getaffinity(0)) // size)
-    os.environ |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "OMP_NUM_THREADS": str(threads)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    rendezvous(size, max(1, len(os.sched_getaffinity(0)) // size))
     with ProcessPoolExecutor(size, mp_context=get_context("spawn")) as pool:
         return list(pool.map(partial(worker, given, size), range(size)))
 

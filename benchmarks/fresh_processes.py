@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import re
 import resource
+import socket
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.pool import ThreadPool
@@ -33,6 +34,15 @@ def growth(action: Callable[[], object]) -> tuple[float, int]:
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     seconds = seconds_of(action)
     return seconds, resident_bytes("VmHWM") - before
+
+
+def rendezvous(size: int, threads: int) -> None:
+    """Set the environment in which `size` processes of this machine find each other, with so many threads each."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    os.environ |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "OMP_NUM_THREADS": str(threads)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
 def apart(function: Callable[..., _Result], *args: Any) -> _Result:

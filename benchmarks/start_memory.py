@@ -8,7 +8,6 @@ sampled every 20 ms. Limit: 14 bytes per parameter, and the largest parameter in
 
 import argparse
 import os
-import socket
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -19,6 +18,7 @@ from typing import Any
 
 import psutil
 import torch
+from fresh_processes import rendezvous
 from load_model import write_folder
 from report import filled, options, publish
 from transformers import AutoModelForCausalLM
@@ -65,11 +65,7 @@ def start(given: argparse.Namespace, size: int, folder: str | None, mark: str, r
 
 def measured(given: argparse.Namespace, size: int, folder: str | None) -> dict[str, str]:
     """Return the row of one run."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    os.environ |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    rendezvous(size, threads=1)
     with tempfile.TemporaryDirectory() as mark, ProcessPoolExecutor(size, mp_context=get_context("spawn")) as pool:
         futures = [pool.submit(start, given, size, folder, mark, rank) for rank in range(size)]
         while len(names := os.listdir(mark)) < size:

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
 
@@ -168,6 +167,5 @@ def test_a_constructor_that_fails_ends_all_processes():
                 raise ValueError("no such layer")
 
     kind, text = (ValueError, "no such layer") if dist.get_rank() == 1 else (PeerError, "ValueError: no such layer")
-    one_by_one = mock.patch.object(construction, "most_at_once", lambda *figures: 1)
-    with one_by_one, pytest.raises(kind, match=text), nullcontext():
+    with mock.patch.object(construction, "most_at_once", lambda *figures: 1), pytest.raises(kind, match=text):
         ps.initialize(Fails, ps.Config(device="cpu"))

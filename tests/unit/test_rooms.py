@@ -19,7 +19,7 @@ MOST_LINES = {
     "_hardware": 2425,
     "_kernels": 2726,
     "_layout": 918,
-    "_models": 779,
+    "_models": 773,
     "_params": 3384,
     "_perf_model": 2606,
     "_plan": 1673,

@@ -30,8 +30,9 @@ def test_nothing_is_lost(sequence):
     task, draw = SpanCorruption(VOCAB, END), random.Random(sequence)
     ids = torch.tensor([[draw.randrange(1, 1000) for _ in range(sequence)] for _ in range(4)])
     batch = task.corrupt(ids, 3, 7)
-    assert tuple(each.shape[1] for each in batch.values()) == task.lengths(sequence)
     noise, spans = task.spans(sequence)
+    lengths = sequence - noise + spans + 1, noise + spans + 1
+    assert tuple(each.shape[1] for each in batch.values()) == lengths
     assert spans <= SENTINELS and abs(noise - NOISE_SHARE * sequence) <= 1
     for row, inputs, labels in zip(ids.tolist(), batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True):
         assert restored(inputs, labels) == row

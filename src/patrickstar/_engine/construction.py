@@ -115,8 +115,7 @@ def _describe(build: Callable[[], nn.Module]) -> nn.Module | None:
             module = on_meta(build)
     except Exception:  # the function's own code, which may do anything; it runs again, and its error is the user's
         return None
-    params = list(module.parameters())
-    divided = any(isinstance(param, DTensor) or not param.is_meta for param in params)
+    divided = any(isinstance(param, DTensor) or not param.is_meta for param in module.parameters())
     return None if divided or _collectives() != before else module
 
 

@@ -161,7 +161,8 @@ class EngineCore:
         try:
             with construction.built(world, arena_bytes, ram_bytes, file) as self.module:
                 self.model_state.module, self.modules = self.module, with_frozen(self.module, self.frozen)
-                check_model(self.modules, self.device)
+                if construction.put_off:
+                    check_model(self.modules, self.device)
                 if hardware.accelerator is not None:
                     check_no_graphs(self.modules)
                 with managing():

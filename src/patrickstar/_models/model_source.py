@@ -20,14 +20,11 @@ from patrickstar._dry_run.simulation import copy_to_meta
 from patrickstar._models.model_names import refuse_unknown_model
 from patrickstar._models.open_models import find_open_model
 from patrickstar._models.presets import TRAINED_PRESETS, Preset, T5Preset
-from patrickstar._models.span_corruption import SENTINELS, SpanCorruption
+from patrickstar._models.span_corruption import MOST_TOKENS, SENTINELS, SpanCorruption
 from patrickstar._models.vocabulary import SMALLEST_VOCABULARY, Vocabulary
 from patrickstar.errors import ConfigError, ModelError
 from patrickstar.integrations.transformers._folder_weights import FolderWeights
 from patrickstar.integrations.transformers._model_builder import build_model, parameters_on_meta, read_config
-
-SPAN_SEQUENCE = 20
-"""Tokens of a sequence for each removed span."""
 
 
 @dataclass(frozen=True)
@@ -86,10 +83,10 @@ class ModelSource:
 
     def check_sequence(self, sequence: int) -> None:
         """Raise ConfigError if a sequence is longer than the model's positions, or has too many or no spans."""
-        if self._corruption is not None and not 2 <= sequence <= SENTINELS * SPAN_SEQUENCE:
+        if self._corruption is not None and not 2 <= sequence <= MOST_TOKENS:
             raise ConfigError(
                 f"the model {self.name} has an encoder, and learns to write spans that are removed from a text, of "
-                f"which its vocabulary names {SENTINELS}: use --sequence from 2 to {SENTINELS * SPAN_SEQUENCE}"
+                f"which its vocabulary names {SENTINELS}: use --sequence from 2 to {MOST_TOKENS}"
             )
         if self.max_sequence is not None and sequence > self.max_sequence:
             raise ConfigError(

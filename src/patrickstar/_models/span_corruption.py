@@ -12,6 +12,8 @@ SPAN_TOKENS = 3
 """Mean length of the removed spans."""
 SENTINELS = 100
 """Tokens at the end of the vocabulary that stand for spans, the last one for the first span."""
+MOST_TOKENS = round(SENTINELS * SPAN_TOKENS / NOISE_SHARE)
+"""Length of the longest sequence for whose spans there are sentinels."""
 
 
 _Row = NDArray[np.int64]
@@ -35,13 +37,8 @@ class SpanCorruption:
         noise = min(max(1, round(sequence * NOISE_SHARE)), sequence - 1)
         return noise, min(max(1, round(noise / SPAN_TOKENS)), sequence - noise)
 
-    def lengths(self, sequence: int) -> tuple[int, int]:
-        """Return the tokens that encoder and decoder read of a sequence: the same for each."""
-        noise, spans = self.spans(sequence)
-        return sequence - noise + spans + 1, noise + spans + 1
-
     def corrupt(self, ids: torch.Tensor, *seed: int) -> dict[str, torch.Tensor]:
-        """Return inputs and labels of a batch, whose spans are drawn from the seed.
+        """Return inputs and labels of a batch, whose spans are drawn from the seed; their shapes are not.
 
         Args:
             ids: Token ids, (batch, sequence).
