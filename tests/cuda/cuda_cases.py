@@ -127,6 +127,11 @@ def memory_limit(more_bytes: int):
         torch.cuda.set_per_process_memory_fraction(1.0, device.index)
 
 
+FREE_LAST_GRAPH = "\nimport time\ntime.sleep(0.3)"
+"""Lets autograd's thread of the device free the last graph: a process that ends before is aborted by it, with PyTorch
+alone, too (pytorch#38228)."""
+
+
 def run_program(program: str, **environment: str) -> str:
     """Run Python code in a separate process, assert that it succeeds, and return its output."""
     folder = Path(__file__).parent
@@ -134,7 +139,7 @@ def run_program(program: str, **environment: str) -> str:
     package = str(Path(ps.__file__).parents[1])
     path = os.pathsep.join([str(folder), str(folder.parent), *filter(None, [os.environ.get("PYTHONPATH")]), package])
     env = os.environ | {"PYTHONPATH": path} | environment
-    command = [sys.executable, "-c", program]
+    command = [sys.executable, "-c", program + FREE_LAST_GRAPH]
     done = subprocess.run(command, cwd=folder.parents[1], env=env, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     return done.stdout

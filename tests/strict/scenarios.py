@@ -150,11 +150,12 @@ def run(seed: int) -> bool:
     return True
 
 
-def main(count: int) -> None:
-    """Run scenarios and print the seeds of those that were refused; return if none fails."""
+def main(count: int, limit_s: float = 600.0) -> None:
+    """Run scenarios and print the seeds of those that were refused; return if none fails or runs into the limit."""
     faulthandler.enable()
     with tempfile.TemporaryDirectory() as directory:
         for seed in range(count):
+            faulthandler.dump_traceback_later(limit_s, exit=True)
             if not run(seed):
                 print(seed)
             if seed % 4 == 3:
@@ -162,4 +163,4 @@ def main(count: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), *map(float, sys.argv[2:]))
