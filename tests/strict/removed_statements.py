@@ -38,7 +38,7 @@ CALLS = {
 TESTS = "unit/test_chunk.py", "unit/test_transfers.py", "unit/test_host_tier.py", "laws/test_disk_optimizer_step.py"
 STRICT = (
     *("test_streamed_updates.py", "test_chunks.py", "test_disk_updates.py", "test_saves.py"),
-    *("test_running_updates.py", "test_speculation.py", "test_delayed.py", "test_lock_free.py"),
+    *("test_running_updates.py", "test_speculation.py", "test_delayed.py", "test_lock_free.py", "test_timeline.py"),
 )
 SCENARIOS = 160
 """Scenarios without a failure before a statement counts as unnoticed."""

@@ -17,6 +17,8 @@ from torch import nn
 import patrickstar as ps
 from patrickstar._checkpoint import direct_writer
 from patrickstar._checkpoint.direct_writer import DirectWriter
+from patrickstar._hardware.job_queue import Job
+from patrickstar._hardware.worker_pool import WorkerPool
 
 WIDTH = 64
 PAGE_BYTES = 4096
@@ -43,6 +45,23 @@ def new_engine(device_memory: str) -> ps.Engine:
     return engine_of(build, config, page_bytes=PAGE_BYTES)
 
 
+@pytest.fixture
+def late_writes(monkeypatch):
+    """Let each job of a worker begin late, when others may have changed what it reads."""
+    submit = WorkerPool.submit
+
+    def late(job: Job) -> Job:
+        def run(stage: torch.Tensor) -> None:
+            time.sleep(0.02)
+            job(stage)
+
+        return run
+
+    monkeypatch.setattr(
+        WorkerPool, "submit", lambda pool, jobs, *args, **options: submit(pool, [*map(late, jobs)], *args, **options)
+    )
+
+
 @cache
 def batch() -> tuple[torch.Tensor]:
     return (toys.inputs(1, width=WIDTH, rows=32)[0][0].to("strict"),)
@@ -56,7 +75,7 @@ def train(engine: ps.Engine, steps: int) -> None:
 
 @pytest.mark.parametrize("seed", range(draws(10)))
 @pytest.mark.parametrize("device_memory", ["16MiB", "160KiB"])
-def test_a_checkpoint_holds_the_step_before_it(tmp_path, device_memory, seed):
+def test_a_checkpoint_holds_the_step_before_it(tmp_path, late_writes, device_memory, seed):
     """States are on the device with the larger budget, and on the host with the smaller one."""
     strict_device.configure(seed=seed)
     engine, expected, loaded = (new_engine(device_memory) for _ in range(3))
@@ -104,3 +123,27 @@ def test_a_step_beside_a_save_does_not_wait_for_the_device(tmp_path, device_memo
     strict_device.extension.reset_host_waits()
     train(engine, 1)
     assert strict_device.extension.host_waits() == {"event": 0, "stream": 0, "copy": 0, "op": 0}
+
+
+def build_frozen() -> nn.Module:
+    return build().requires_grad_(False)
+
+
+@pytest.mark.parametrize("seed", range(draws(10)))
+@pytest.mark.parametrize("device_memory", ["16MiB", "160KiB"])
+def test_frozen_parameters_may_be_written_beside_a_save(tmp_path, late_writes, device_memory, seed):
+    """They are on the device with the larger budget, and on the host with the smaller one."""
+    strict_device.configure(seed=seed)
+    config = ps.Config(device="strict", chunk_size="18KiB", device_memory=device_memory, host_memory="8MiB")
+    engine, expected, loaded = (engine_of(build_frozen, config, page_bytes=PAGE_BYTES) for _ in range(3))
+    with torch.no_grad():
+        for _ in range(2):
+            engine(*batch())
+            expected(*batch())
+        engine.save(tmp_path / "checkpoint", wait=False)
+        for param in engine.module.parameters():
+            param.add_(1)
+            param.sum().item()  # the device has written it
+    engine.close()
+    loaded.load(tmp_path / "checkpoint")
+    assert_same_model(expected, loaded)

@@ -249,7 +249,7 @@ class ChunkManager:
 
         Return False if that is not possible: without an accelerator for a chunk on the device, or without room.
         """
-        self.transfers.settle(other, in_order=True)
+        assert other not in self.transfers.in_flight, f"{other} is in flight and on the host"
         self.transfers.settle(chunk, in_order=True)
         if chunk.device.valid and not (self.hardware.has_gpu and self.cache.ensure_host_block(chunk)):
             return False

@@ -146,11 +146,10 @@ class ChunkTransfers:
         self._count_h2d(chunk)
 
     def exchange(self, chunk: Chunk, other: Chunk) -> None:
-        """Exchange the contents of a chunk, which has host memory, and of one on the host. No update uses them.
+        """Exchange the contents of a settled chunk, which has host memory, and of one on the host.
 
         Beside an accelerator a copy on the device goes down, and the new content up; the host does not wait.
         """
-        self.complete(chunk)
         down = None
         if chunk.device.valid:
             with profiler_range("evict", chunk):
