@@ -3,15 +3,18 @@
 [Note: removed statements]
 Each statement below waits for the device or a worker, orders streams, or keeps memory where work in progress uses it.
 With one of them removed, a test fails, or a scenario of `scenarios.py` gives other bits, fails or never ends.
-Statements are found by what they call, so that a new one is tried too.
+Statements are found by what they call, so that a new one is tried too. Of the tests, those that run the statement are
+tried, the shortest first.
 """
 
 import ast
 import importlib.util
+import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -40,11 +43,15 @@ STRICT = (
     *("test_streamed_updates.py", "test_chunks.py", "test_disk_updates.py", "test_saves.py"),
     *("test_running_updates.py", "test_speculation.py", "test_delayed.py", "test_lock_free.py", "test_timeline.py"),
 )
+LIMIT_S = 100
+"""Seconds after which a test or scenario counts as one that never ends; the longest ends within 20."""
+PYTEST = [
+    *("-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "removal"),
+    *("-o", f"faulthandler_timeout={LIMIT_S}", "-o", "faulthandler_exit_on_timeout=true"),
+]
 SCENARIOS = 160
 """Scenarios without a failure before a statement counts as unnoticed."""
 PYTHONPATH = os.pathsep.join(map(str, Path(__file__).parents[:2]))
-LIMIT_S = 100
-"""Seconds after which a test or scenario counts as one that never ends; the longest ends within 20."""
 
 
 def statements() -> list[tuple[str, str, int, str]]:
@@ -67,24 +74,60 @@ def programs() -> Iterator[tuple[str, list[str], dict[str, str]]]:
     """Yield the programs that may notice a removed statement, the shortest first: name, arguments and environment."""
     folder = Path(__file__).parent
     tests = folder.parent
-    pytest = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "removal"]
-    pytest += ["-o", f"faulthandler_timeout={LIMIT_S}", "-o", "faulthandler_exit_on_timeout=true"]
     strict = {"PATRICKSTAR_TEST_DEVICE": "strict"}
-    yield "tests", [*pytest, *(str(tests / path) for path in TESTS)], {}
-    yield "strict device", [*pytest, *(str(folder / path) for path in STRICT)], strict
-    yield "late copies", [*pytest, str(tests / "laws/test_late_copies.py"), "-k", "schedule_of_late"], {}
+    yield "tests", [*PYTEST, *(str(tests / path) for path in TESTS)], {}
+    yield "strict device", [*PYTEST, *(str(folder / path) for path in STRICT)], strict
+    yield "late copies", [*PYTEST, f"{tests}/laws/test_late_copies.py", "-k", "schedule_of_late"], {}
     yield "scenarios", [str(folder / "scenarios.py"), str(SCENARIOS), str(LIMIT_S)], strict
 
 
-def outcome(module: str, path: str, line: int, only: str = "") -> str:
-    """Run tests and scenarios, or one program only, without a statement; return what noticed it and how it ended."""
+def tests_of(found: list[tuple[str, str, int, str]]) -> dict[str, dict[str, list[str]]]:
+    """Run the tests, and return the names of those that run each statement, the shortest first, by program."""
+    ran: dict[str, dict[str, list[str]]] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        for name, program, env in programs():
+            if program[0] == "-m":
+                file = Path(directory) / name
+                file.write_text("".join(f"{module} {path} {line}\n" for module, path, line, _ in found))
+                _run(program, env | {removal.PROBED: str(file)}).check_returncode()
+                tests = [json.loads(row) for row in file.read_text().splitlines() if row.startswith("[")]
+                ran[name] = {}
+                for test, _, rows in sorted(tests, key=lambda test: test[1]):
+                    for row in rows:
+                        ran[name].setdefault(row, []).append(test)
+    return ran
+
+
+def _run(program: list[str], env: dict[str, str]) -> subprocess.CompletedProcess[str]:
     base = {name: value for name, value in os.environ.items() if name != "PATRICKSTAR_TEST_DEVICE"}
     base |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHONPATH}
-    base[removal.VARIABLE] = f"{module} {path} {line}"
+    folder = Path(__file__).parents[2]  # the names of tests are relative to it
+    return subprocess.run(
+        [sys.executable, *program], capture_output=True, text=True, env=base | env, cwd=folder, check=False
+    )
+
+
+def outcome(
+    module: str, path: str, line: int, only: str = "", tests: Mapping[str, Mapping[str, list[str]]] | None = None
+) -> str:
+    """Run programs without a statement until one notices it; return which did and how it ended.
+
+    Args:
+        module: Name of the module.
+        path: Its file.
+        line: Line of the statement.
+        only: Name of the only program to run; all by default.
+        tests: What `tests_of` returns; without it, all tests run.
+    """
+    removed = f"{module} {path} {line}"
     for name, program, env in programs():
         if only not in ("", name):
             continue
-        ended = subprocess.run([sys.executable, *program], capture_output=True, text=True, env=base | env)
+        if tests is not None and name in tests:
+            program = [*PYTEST, *tests[name].get(removed, ())]
+            if len(program) == len(PYTEST):
+                continue
+        ended = _run(program, env | {removal.VARIABLE: removed})
         if ended.returncode:
             return f"{name}: {_reason(ended)}"
         if name == "scenarios" and ended.stdout != _refused():
@@ -95,9 +138,10 @@ def outcome(module: str, path: str, line: int, only: str = "") -> str:
 @cache
 def _refused() -> str:
     """Return what the scenarios print without a removed statement: the seeds whose budgets are too small."""
-    program = [sys.executable, str(Path(__file__).parent / "scenarios.py"), str(SCENARIOS)]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PATRICKSTAR_TEST_DEVICE": "strict", "PYTHONPATH": PYTHONPATH}
-    return subprocess.run(program, capture_output=True, text=True, check=True, env=env).stdout
+    *_, (_, program, env) = programs()
+    ended = _run(program, env)
+    ended.check_returncode()
+    return ended.stdout
 
 
 def _reason(ended: subprocess.CompletedProcess[str]) -> str:
@@ -116,9 +160,9 @@ def _reason(ended: subprocess.CompletedProcess[str]) -> str:
 def main(only: str = "") -> int:
     """Print how training ends without each statement, or those with `only`; return the number that nothing noticed."""
     found = [each for each in statements() if only in f"{each[0].split('.')[-1]}: {each[3]}"]
-    unnoticed = 0
+    tests, unnoticed = tests_of(found), 0
     with ThreadPoolExecutor(2) as pool:
-        ends = pool.map(lambda each: outcome(*each[:3]), found)
+        ends = pool.map(lambda each: outcome(*each[:3], tests=tests), found)
         for (module, _, _, text), ended in zip(found, ends, strict=True):
             unnoticed += not ended
             print(f"| {module.split('.')[-1]} | `{text}` | {ended[:90] or 'unnoticed'} |", flush=True)
