@@ -245,12 +245,11 @@ class ChunkManager:
             self._move_to_disk(chunk)
 
     def exchange(self, chunk: Chunk, other: Chunk) -> bool:
-        """Exchange the contents of a chunk in memory and of one on the host, by exchanging their memory there.
+        """Exchange the contents of a settled chunk in memory and of one on the host, by exchanging their memory there.
 
         Return False if that is not possible: without an accelerator for a chunk on the device, or without room.
         """
-        assert other not in self.transfers.in_flight, f"{other} is in flight and on the host"
-        self.transfers.settle(chunk, in_order=True)
+        assert self.transfers.in_flight.keys().isdisjoint((chunk, other)), f"{chunk} or {other} is in flight"
         if chunk.device.valid and not (self.hardware.has_gpu and self.cache.ensure_host_block(chunk)):
             return False
         if not chunk.device.valid and not chunk.host.valid:
