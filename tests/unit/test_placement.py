@@ -5,6 +5,7 @@ from sampling import fixed_draws
 
 from patrickstar._layout.chunk_mapping import ChunkSpec
 from patrickstar._layout.schema import schema_for
+from patrickstar._layout.shard_group import ShardGroup
 from patrickstar._schedule import placement as module
 from patrickstar._schedule.placement import Budgets, ChunkTiers, Tier, disk_bytes, home_tiers, initial_placement
 
@@ -137,6 +138,20 @@ def test_placed_chunks_fit_into_the_margin_and_no_other_would_have(chunks, chunk
             assert margin >= 0
         elif c.schema.trained:
             assert needed > margin, f"{c} would have fitted"
+
+
+def test_sharded_chunks_leave_the_margin_what_is_not_gathered_at_a_time():
+    group = ShardGroup.of(1, [range(4)])
+    chunks = [
+        ChunkSpec(index, TRAINED, 64, 64, (f"p{index}",), False, shard_bounds=(0, 16, 32, 48, 64), group=group)
+        for index in range(8)
+    ]
+    each = chunks[0].optimizer_bytes + 16 * 2  # a shard follows its states
+    for count in range(9):
+        chunkable = 2 * 128 + count * each
+        assert module.margin_chunks(chunks, chunkable, gathered_bytes=2 * 128) == list(range(count))
+        whole = module.margin_chunks(chunks, chunkable)
+        assert len(whole) == max(0, (chunkable - 8 * 128) // each), "without the bound, all are gathered"
 
 
 @given(chunk_lists, nbytes, nbytes, st.booleans())

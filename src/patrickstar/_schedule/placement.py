@@ -155,19 +155,24 @@ def margin_chunks(
     chunks: Sequence[ChunkSpec],
     chunkable_bytes: int,
     *,
+    gathered_bytes: int | None = None,
     bound_to_device: Collection[int] = (),
     accumulates: bool = False,
 ) -> list[int]:
     """Return the indices whose optimizer chunks are placed on the device: `bound_to_device`, then others in list order.
 
     The margin is the part of `chunkable_bytes` (budget minus peak non-model data and workspace of the update) that
-    remains when all of `param16` is on the device. If `param16` does not fit, there is no margin. With gradient
-    accumulation, the gradient list is placed with the optimizer chunks.
+    remains when all of `param16` is on the device; of chunks that are sharded only `gathered_bytes`. If that does not
+    fit, there is no margin. With gradient accumulation, the gradient list is placed with the optimizer chunks.
     """
-    margin = chunkable_bytes - sum(chunk.compute_bytes for chunk in chunks)
+    gathered = sum(chunk.compute_bytes for chunk in chunks if chunk.sharded)
+    margin = chunkable_bytes - sum(chunk.evictable_bytes for chunk in chunks)
+    margin -= gathered if gathered_bytes is None else min(gathered, gathered_bytes)
     placed = []
     for chunk in sorted(chunks, key=lambda chunk: chunk.index not in bound_to_device):
         nbytes = chunk.optimizer_bytes
+        if chunk.sharded:  # a shard follows its states
+            nbytes += chunk.own_numel * chunk.schema.compute.itemsize
         if accumulates:
             nbytes += chunk.nbytes(ITEMSIZE[chunk.schema.master_dtype])
         if chunk.schema.trained and (chunk.index in bound_to_device or nbytes <= margin):

@@ -51,9 +51,18 @@ class OptimizerPlacement:
         chunkable = manager.device_tier.budget_bytes - non_model_bytes - workspace_bytes
         accumulates = self._data.accumulates
         on_host = {managed.location.chunk for managed in self._data.managed_params if managed.on_host} - bound_to_device
-        on_device = (
-            set(margin_chunks(chunks, chunkable, bound_to_device=bound_to_device, accumulates=accumulates)) - on_host
+        # A byte of states on the device saves two or more of an update by the host; one that stays gathered saves a
+        # byte between devices. At the peak there has to be room for what one operator reads, and elsewhere is more.
+        accesses = {moment.chunks for trace in self._tracer.traces.values() for moment in trace.moments}
+        nbytes = [chunk.compute_bytes for chunk in chunks]
+        gathered_bytes = max((sum(nbytes[index] for index in read) for read in accesses), default=0)
+        margin = margin_chunks(
+            *(chunks, chunkable),
+            gathered_bytes=gathered_bytes if manager.hardware.has_gpu else None,
+            bound_to_device=bound_to_device,
+            accumulates=accumulates,
         )
+        on_device = set(margin) - on_host
         lock_free = self._optimizer_step.lock_free is not None and manager.disk_tier is not None
         if lock_free and not manager.hardware.has_gpu:
             # No step waits for states on disk. Without states in the margin operators keep their freed memory, where
