@@ -25,8 +25,8 @@ MOST_LINES = {
     "_plan": 1673,
     "_report": 962,
     "_schedule": 1186,
-    "_step": 4820,
-    "_tiers": 1952,
+    "_step": 4735,
+    "_tiers": 2060,
     "integrations": 3999,
     "optim": 896,
 }

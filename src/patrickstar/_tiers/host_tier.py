@@ -11,18 +11,9 @@ from patrickstar._layout.byte_size import format_size
 from patrickstar._schedule.placement import Tier
 from patrickstar._tiers.chunk import Chunk, fill_poison
 from patrickstar._tiers.host_arena import ALIGN_BYTES, ArenaBlock, HostArena
+from patrickstar._tiers.spare_memory import SpareMemory, SpareUse
 from patrickstar._tiers.timeline import Timeline
 from patrickstar.errors import BudgetError
-
-# [Note: spare blocks]
-# A spare block holds the results of an update before it is known whether they count: they may become the host copy of
-# a chunk (`replace_block`), or be given up at any time. Spare blocks take what the budget leaves beside all that the
-# last step needed, and no more than their job can use (`spare_use_bytes`). They are released before anything else lacks
-# room.
-#
-# Memory for them is added as they ask for it, since on a GPU all of it is page-locked, used or not. Each piece is as
-# large as all before together: few pieces, which are quick to lock and to search, and never more than twice what was
-# asked for, nor more than their job can use.
 
 
 class HostTier:
@@ -55,8 +46,7 @@ class HostTier:
         self.spare_peak = 0
         self.spare_use_bytes = 0
         """The most bytes that spare blocks can be used for; whoever uses them says how many."""
-        self.reclaim: Callable[[], bool] = lambda: False
-        """Releases some spare blocks, as early as their job can be ended; False if there are none."""
+        self.spare = SpareMemory()
         self._needed_peak = 0
         """Peak of `used` and `other_bytes` together since the last reset."""
         self._last_needed_peak = 0
@@ -127,7 +117,7 @@ class HostTier:
         """Return True if `nbytes` more fit, after freeing spare blocks and duplicate copies of chunks as needed."""
         if self._short_bytes(nbytes) > 0:
             return False
-        while self.free_bytes < nbytes and self.spare_bytes and self.reclaim():
+        while self.free_bytes < nbytes and self.spare_bytes and self._reclaim():
             pass
         for chunk in sorted(
             self._droppable(), key=lambda chunk: chunk.host.end_update is not None
@@ -183,19 +173,20 @@ class HostTier:
         needed = max(self._last_needed_peak, self._needed_peak)
         return max(0, min(self.spare_use_bytes, self.budget_bytes - needed))
 
-    def allocate_spare(self, sizes: Sequence[int]) -> list[ArenaBlock] | None:
-        """Allocate spare blocks of these bytes; None if they would exceed the limit. See [Note: spare blocks]."""
+    def allocate_spare(self, sizes: Sequence[int]) -> bool:
+        """Allocate spare blocks of these bytes. Return False if they would exceed the limit."""
         nbytes = sum(sizes)
         if self.spare_bytes + nbytes > self.spare_limit_bytes:
-            return None
+            return False
         self._free_released(wait=False)
         blocks = self._fit_all(sizes)
         if blocks is None and self._grow_for_spare(nbytes):
             blocks = self._fit_all(sizes)
         if blocks is not None:
+            self.spare.add(blocks)
             self.spare_bytes += nbytes
             self._note_peaks()
-        return blocks
+        return blocks is not None
 
     def _fit_all(self, sizes: Sequence[int]) -> list[ArenaBlock] | None:
         """Allocate blocks in the gaps that there are; None if one does not fit. Closing gaps would wait for copies.
@@ -225,11 +216,25 @@ class HostTier:
         self.arenas.append(self._spare_arenas[-1])
         return True
 
-    def release_spare(self, block: ArenaBlock) -> None:
-        """Release a spare block that no job uses any more."""
-        self.spare_bytes -= block.nbytes
-        self._free_block(block)
-        self.note_other()
+    def release_spare(self, use: SpareUse | None = None) -> bool:
+        """Release the blocks of an update that has ended or was cancelled, or free ones. Return False without any."""
+        blocks = self.spare.give_back(use)
+        for block in blocks or ():
+            self.spare_bytes -= block.nbytes
+            self._free_block(block)
+            self.note_other()
+        return blocks is not None
+
+    def _reclaim(self) -> bool:
+        """Release spare blocks that no update has taken, else those of the oldest. Return False if there are none."""
+        if self.release_spare():
+            return True
+        for use in self.spare.uses[:1]:
+            assert use.running is not None, "an update takes blocks when it begins"
+            use.running.cancel()
+            self.release_spare(use)
+            return True
+        return False
 
     def replace_block(self, chunk: Chunk, block: ArenaBlock) -> None:
         """Make a spare block, which holds a chunk's new bytes, its host copy, and release the old one.
@@ -347,7 +352,7 @@ class HostTier:
 
         It waits for the copies of all blocks. Views of moved blocks that are no chunks become invalid.
         """
-        while self.spare_bytes and self.reclaim():
+        while self.spare_bytes and self._reclaim():
             pass
         for copy in self._block_copies.values():
             if not copy.done:
