@@ -73,7 +73,8 @@ class Interceptor:
         """Entries of the state dict that a module is about to fill, in a thread, by `detach`: it fetches nothing."""
         self.addressed: tuple[ManagedParam, ...] = ()
         """Parameters whose addresses were taken since the last operator. See [Note: addresses of parameters]."""
-        self.closer = EngineCloser(optimizer_in_backward, self.lock)
+        parts = optimizer_in_backward, self.gradient_hooks, self.lock
+        self.closer = EngineCloser(data, full_state.state, *parts)
 
     @property
     def in_backward(self) -> bool:
@@ -389,15 +390,15 @@ class Interceptor:
         self.window = window
 
     def _close(self) -> None:
-        if self.window is None:
+        window, self.window = self.window, None
+        if window is None or self.closer.closed:
             return
-        accessed = () if self.window.held else self.window.managed_params
-        if self.window.held:
-            for managed in self.window.managed_params:
+        accessed = () if window.held else window.managed_params
+        if window.held:
+            for managed in window.managed_params:
                 managed.chunk.pins -= 1
         else:
             self.data.release(accessed, TensorState.HOLD)
-        self.window = None
         self.data.sharing.end_window(accessed)
         self.optimizer_in_backward.progress()
         if self.updates.queue.updates or self.updates.disk is not None or self.data.shards.saving is not None:

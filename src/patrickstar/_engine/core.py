@@ -34,7 +34,6 @@ from patrickstar._engine.param_init import (
     params_used_together,
     unfreeze,
 )
-from patrickstar._engine.teardown import release
 from patrickstar._hardware.direct_io import PAGE_BYTES
 from patrickstar._hardware.memory_meter import Meter
 from patrickstar._hardware.sigint_gate import deferring_sigint, interruptible
@@ -190,9 +189,7 @@ class EngineCore:
         self.module_hooks.notice(self.modules)
         if (method := save_in_full_precision(self.module, self.model_params)) is not None:
             self.module_hooks.replace_method(self.module, "save_pretrained", method)
-        self.release = weakref.finalize(self, release, self.interceptor, self.module_hooks, self.model_state)
-        self.release.atexit = False
-        self.interceptor.closer.release = self.release
+        weakref.finalize(self, self.interceptor.closer.release).atexit = False
         self.averaged = False
         """True while the parameters are exchanged for their moving averages."""
         self._structure: ModelStructure | None = None
@@ -200,6 +197,11 @@ class EngineCore:
         self.recording: object = None
         """What records the steps, if they are recorded."""
         self.background_save = BackgroundSave(self.shards, world)
+
+    @property
+    def closed(self) -> bool:
+        """True once all chunks are freed."""
+        return self.interceptor.closer.closed
 
     def begin_iteration(self, key: Hashable, inputs: tuple[Any, Any]) -> None:
         """Open an iteration of this kind, unless one is open, before a forward with these args and kwargs."""
@@ -291,17 +293,17 @@ class EngineCore:
 
     def close(self, keep: bool) -> None:
         """Free all chunks; see `Engine.close`."""
-        if self.release.alive:
+        if not self.closed:
             with deferring_sigint():
                 self.background_save.wait()
         self.model_state.keep_values = keep
-        if self.release.alive and self.world.size > 1 and keep:
+        if not self.closed and self.world.size > 1 and keep:
             with self.close_on_data_loss():
                 self.complete()
                 self.sharing.synchronize_processes(Request.CLOSE)
                 self.gradients.drop()
                 self.model_state.synchronized = True
-        lost = self.release()
+        lost = self.interceptor.closer.release()
         if lost is None:  # it was closed before
             return
         partly = [name for name in self.optimizer_step.updates.updated_in_part if name not in lost]
@@ -392,6 +394,6 @@ class EngineCore:
 
     def check_open(self) -> None:
         """Raise TrainingError if the engine is closed or was created by the parent process."""
-        if not self.release.alive:
+        if self.closed:
             raise TrainingError("this engine is closed; create a new one with ps.initialize")
         self.interceptor.lock.check_process()
