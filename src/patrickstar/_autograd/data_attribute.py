@@ -8,9 +8,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from patrickstar._autograd.lazy_tensor import LazyTensor
 from patrickstar._distributed.param_sharding import local_part
 from patrickstar._params.interception import adopt_view, release_view
-from patrickstar._params.lazy_tensor import LazyTensor
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.param_values import replace_data
 from patrickstar._params.tensor_subclass import ManagedTensor, OperatorInterceptor, managed_param_of

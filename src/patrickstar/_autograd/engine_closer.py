@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from patrickstar._autograd.engine_lock import EngineLock
 from patrickstar._autograd.gradient_hooks import GradientHooks
+from patrickstar._checkpoint.background_save import BackgroundSave
 from patrickstar._hardware.sigint_gate import deferring_sigint
 from patrickstar._hardware.worker_pool import THREAD_NAME
 from patrickstar._params.model_data import ModelData
@@ -29,6 +30,7 @@ class EngineCloser:
         state: ModelState,
         optimizer_in_backward: OptimizerInBackward,
         gradient_hooks: GradientHooks,
+        background_save: BackgroundSave,
         lock: EngineLock,
     ) -> None:
         self.optimizer_in_backward, self.lock = optimizer_in_backward, lock
@@ -36,6 +38,7 @@ class EngineCloser:
         self.undo: list[Callable[[], None]] = []
         """Take back what the engine has changed in the user's modules."""
         self._data, self._state, self._gradient_hooks = data, state, gradient_hooks
+        self._background_save = background_save
 
     def release(self) -> list[str] | None:
         """Free all chunks and leave an ordinary model, when the engine is closed or garbage-collected.
@@ -68,8 +71,8 @@ class EngineCloser:
         # The garbage collector may run at any time, even while a compiler traces.
         with self.lock, _disable_current_modes(), managing(), torch._C.DisableTorchFunctionSubclass():
             self.optimizer_in_backward.cancel()
-            if state.shards.saving is not None:
-                state.shards.saving.cancel("the engine was closed")
+            if (saving := self._background_save.saving) is not None:
+                saving.cancel("the engine was closed")
             for undo in self.undo:
                 undo()
             self._data.release_all()

@@ -22,6 +22,7 @@ from patrickstar._autograd.rounded_copies import MOVING, rounded_copy
 from patrickstar._autograd.timed_product import TimedProduct
 from patrickstar._autograd.transforms import run_on_copies
 from patrickstar._autograd.windows import GraphSnapshot, HiddenNodes, Window
+from patrickstar._checkpoint.background_save import BackgroundSave
 from patrickstar._distributed.param_sharding import local_part
 from patrickstar._hardware.sigint_gate import deferring_sigint, interruptible
 from patrickstar._params.interception import adopt_parameter, adopt_view
@@ -55,9 +56,14 @@ class Interceptor:
     """Intercepts operators on the parameters of one engine."""
 
     def __init__(
-        self, data: ModelData, gradients: Gradients, optimizer_in_backward: OptimizerInBackward, full_state: FullState
+        self,
+        data: ModelData,
+        gradients: Gradients,
+        optimizer_in_backward: OptimizerInBackward,
+        full_state: FullState,
+        background_save: BackgroundSave,
     ) -> None:
-        self.data = data
+        self.data, self.background_save = data, background_save
         self.data_attribute = DataAttribute(full_state)
         self.gradient = GradientAttribute(gradients, optimizer_in_backward)
         self.optimizer_in_backward, self.full_state = optimizer_in_backward, full_state
@@ -73,7 +79,7 @@ class Interceptor:
         """Entries of the state dict that a module is about to fill, in a thread, by `detach`: it fetches nothing."""
         self.addressed: tuple[ManagedParam, ...] = ()
         """Parameters whose addresses were taken since the last operator. See [Note: addresses of parameters]."""
-        parts = optimizer_in_backward, self.gradient_hooks, self.lock
+        parts = optimizer_in_backward, self.gradient_hooks, background_save, self.lock
         self.closer = EngineCloser(data, full_state.state, *parts)
 
     @property
@@ -239,8 +245,10 @@ class Interceptor:
         speculation, updates = self.optimizer_in_backward.speculation, self.updates
         if speculation.assumption is not None and self.in_backward:
             speculation.progress()
-        if updates.queue.updates or updates.disk is not None or self.data.shards.saving is not None:
+        if updates.queue.updates or updates.disk is not None:
             updates.progress()
+        if self.background_save.saving is not None:
+            self.background_save.saving.progress()
 
     def end_uses(self, managed_params: Sequence[ManagedParam], suspended: Window | None = None) -> None:
         """End an access, and open the window again that it suspended."""
@@ -401,5 +409,7 @@ class Interceptor:
             self.data.release(accessed, TensorState.HOLD)
         self.data.sharing.end_window(accessed)
         self.optimizer_in_backward.progress()
-        if self.updates.queue.updates or self.updates.disk is not None or self.data.shards.saving is not None:
+        if self.updates.queue.updates or self.updates.disk is not None:
             self.updates.progress()
+        if self.background_save.saving is not None:
+            self.background_save.saving.progress()

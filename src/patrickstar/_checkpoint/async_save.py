@@ -22,6 +22,7 @@ from patrickstar._checkpoint.storage_writer import CheckpointWriter
 from patrickstar._hardware.job_queue import WorkerThread
 from patrickstar._hardware.profiler_range import profiler_range
 from patrickstar._hardware.sigint_gate import interruptible, interruption_point, uninterruptible
+from patrickstar._hardware.transfer import Transfer
 from patrickstar._layout.schema import PARAM16
 from patrickstar._params.local_shards import LocalShards
 from patrickstar._tiers.chunk import Chunk
@@ -37,6 +38,27 @@ POLL_S = 0.02
 # accelerator copies beside its work. Before a chunk is updated, its remaining pages are passed to the writer and waited
 # for. Only the training thread reads chunks; the save thread plans with the other processes, writes the manifest and
 # waits for the bytes.
+
+
+class ChunkReads(Transfer):
+    """Reads of the chunks of one index by a checkpoint in progress."""
+
+    def __init__(self, save: "AsyncSave", index: int) -> None:
+        self.label = f"a checkpoint's reads of chunks {index}"
+        self._save, self._index = save, index
+
+    @property
+    def done(self) -> bool:
+        return False  # the writer may still read pages that are passed to it
+
+    def wait(self) -> None:
+        self._save.end_reads(self._index)
+
+    def prioritize(self) -> None:
+        """Do nothing: `wait` reads."""
+
+    def cancel(self) -> None:
+        """Do nothing: `AsyncSave.cancel` ends all reads."""
 
 
 class AsyncSave:
@@ -95,6 +117,7 @@ class AsyncSave:
 
         self._thread = WorkerThread(run, "patrickstar-checkpoint")
         self._thread.start()
+        data.reads = {index: ChunkReads(self, index) for index in self._remaining}
 
     def _fill(self, file: SafetensorsFile) -> None:
         """Wait until the training thread has written all bytes to the file. Called on the save thread."""
@@ -114,10 +137,12 @@ class AsyncSave:
         return self._next is None or self._copy_error is not None or self.done
 
     def progress(self) -> None:
+        """Copy as much as the disk accepts without waiting."""
         while self._ready.is_set() and not self.copied and self._file is not None and self._file.has_room:
             self._copy_next()
 
-    def before_update(self, index: int) -> None:
+    def end_reads(self, index: int) -> None:
+        """Copy what is left of the chunks of an index, and wait until the writer has read them."""
         with uninterruptible():
             self._copy_while(lambda _: self._remaining[index] > 0)
         for managed in self.data.by_chunk[index][:1]:
@@ -125,6 +150,7 @@ class AsyncSave:
                 self.data.manager[list_kind(managed, kind), index].finish_save()
 
     def copy_all(self) -> None:
+        """Copy everything that the checkpoint still needs from chunks."""
         self._copy_while(lambda _: True)
         self._release_chunks()
 
@@ -136,13 +162,15 @@ class AsyncSave:
                 self._copy_next()
 
     def _release_chunks(self) -> None:
+        self.data.reads.clear()
         for chunk in self.data.manager.chunks.values():
             chunk.finish_save()
 
     def copy_volatile(self) -> None:
         """Copy everything but master parameters and optimizer states: user code may write the rest at any time."""
         self._copy_while(lambda shard: shard.managed is None or shard.kind == PARAM16)
-        self._release_chunks()
+        for chunk in self.data.manager.chunks.values():
+            chunk.finish_save()
 
     def finish(self) -> None:
         """Wait for completion. Raises CheckpointError on failure, PyTorch's own error for a lost process."""

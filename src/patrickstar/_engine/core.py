@@ -10,6 +10,7 @@ from torch import nn
 
 from patrickstar._autograd.activation_offload import ActivationOffload
 from patrickstar._autograd.interceptor import Interceptor
+from patrickstar._autograd.lazy_state import LazyState
 from patrickstar._autograd.module_hooks import ModuleHooks, check_no_graphs
 from patrickstar._checkpoint.background_save import BackgroundSave
 from patrickstar._checkpoint.module_save_pretrained import save_in_full_precision
@@ -23,7 +24,6 @@ from patrickstar._engine.distribution import Distribution
 from patrickstar._engine.engine_call import engine_call
 from patrickstar._engine.frozen_modules import with_frozen
 from patrickstar._engine.input_record import InputRecord, shapes_of
-from patrickstar._engine.lazy_state import LazyState
 from patrickstar._engine.model_structure import ModelStructure
 from patrickstar._engine.param_init import (
     WeightSource,
@@ -151,7 +151,9 @@ class EngineCore:
         self.full_state = FullState(self.model_state, self.optimizer_step)
         self.optimizer_placement = OptimizerPlacement(self.layout, self.shards, self.optimizer_step, self.tracer)
         self.optimizer_in_backward = OptimizerInBackward(self.sharing, self.optimizer_step, speculates)
-        self.interceptor = Interceptor(self.data, self.gradients, self.optimizer_in_backward, self.full_state)
+        self.background_save = BackgroundSave(self.shards, world)
+        intercepted = self.data, self.gradients, self.optimizer_in_backward, self.full_state, self.background_save
+        self.interceptor = Interceptor(*intercepted)
         self.close_on_data_loss = self.interceptor.closer.close_on_data_loss
         self.activation_offload = ActivationOffload(self.manager) if config.activation_offload else None
         ram_bytes = memory[1] if hardware.has_gpu else sum(memory)
@@ -196,7 +198,6 @@ class EngineCore:
         self.stats = Stats(_retries=hardware.allocator_stats().retries)
         self.recording: object = None
         """What records the steps, if they are recorded."""
-        self.background_save = BackgroundSave(self.shards, world)
 
     @property
     def closed(self) -> bool:
