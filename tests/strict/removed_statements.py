@@ -29,9 +29,9 @@ MODULES = {
     "_tiers": "chunk copy_streams device_tier disk_tier host_tier",
 }
 CALLS = {
-    *("cancel", "cancel_running", "complete", "complete_update", "end_deferred", "end_save", "end_update"),
+    *("cancel", "cancel_running", "complete", "complete_update", "_release", "_release_all"),
     *("ensure_in_memory", "finish", "finish_all", "finish_first", "finish_pages", "_complete_delayed"),
-    *("finish_one", "finish_running", "finish_save", "finish_update", "order", "settle", "synchronize", "vacate"),
+    *("finish_one", "finish_running", "finish_update", "order", "settle", "synchronize"),
     *("wait", "wait_event", "wait_stream", "_arrive", "_end_or_withdraw", "_end_running", "_finish", "_order"),
     *("_wait_for",),
 }

@@ -7,6 +7,7 @@ import torch
 from late_transfer import LateTransfer
 
 from patrickstar._chunks.chunk_manager import ChunkManager
+from patrickstar._hardware.transfer import Deferred
 from patrickstar._schedule.placement import Tier
 from patrickstar._tiers.chunk import Chunk
 from patrickstar._tiers.hardware import Hardware
@@ -155,7 +156,7 @@ def test_transfers_in_flight_are_waited_for_before_blocks_move(between_gaps, kin
     assert copy.waits == 2, "nor may its block be reused"
 
 
-@pytest.mark.parametrize("kind", ["end_save", "end_update"])
+@pytest.mark.parametrize("kind", ["save", "update"])
 def test_saves_and_updates_of_a_host_copy_are_ended_before_its_block_moves(between_gaps, kind):
     (host, second), ended = between_gaps, []
 
@@ -163,7 +164,7 @@ def test_saves_and_updates_of_a_host_copy_are_ended_before_its_block_moves(betwe
         setattr(second.host, kind, None)  # as a running update does
         ended.append(second.host.block.start)
 
-    setattr(second.host, kind, end)
+    setattr(second.host, kind, Deferred(kind, end))
     chunk_on(host, 4)
     assert ended == [2 * ALIGN_BYTES] and second.host.block.start == 0
 
@@ -171,7 +172,7 @@ def test_saves_and_updates_of_a_host_copy_are_ended_before_its_block_moves(betwe
 def test_memory_of_the_device_that_a_checkpoint_writer_reads_is_freed_after_its_reads():
     manager, ended = ChunkManager(CPU, 4 * ALIGN_BYTES, 4 * ALIGN_BYTES, poison=True), []
     chunk = manager.new_chunk("param32", 0, ALIGN_BYTES // 4, "float32", Tier.DEVICE)
-    chunk.in_use.end_save = lambda: ended.append(chunk.device.present)
+    chunk.in_use.save = Deferred("a save", lambda: ended.append(chunk.device.present))
     manager.device_tier.free(chunk)
     assert ended == [True] and not chunk.device.present
     manager.close()

@@ -130,7 +130,7 @@ class Updates:
         chunks = [managed.shard_chunk for managed in managed_params]
         for chunk in chunks:
             chunk.finish_update()
-        deferred = {chunk.index for chunk in chunks if chunk.end_deferred is not None}
+        deferred = {chunk.index for chunk in chunks if chunk.deferred is not None}
         if deferred and self.disk is not None:
             self.disk.finish(deferred)  # together: pages of one are updated while those of others are read
 

@@ -99,14 +99,14 @@ class HostTier:
         `in_order`: without a wait for copies of the device, which the memory is used again after.
         """
         if in_order:
-            chunk.host.finish_save()
-            copies = [copy for copy in (chunk.host.reader, chunk.host.writer) if copy is not None]
-            for copy in copies[:-1]:
-                copy.wait()
-            self._free_block(self._detach(chunk), copies[-1] if copies else None)
-            chunk.host.reader = chunk.host.writer = None
+            last = chunk.host.writer or chunk.host.reader
+            for use in (chunk.host.save, chunk.host.reader):
+                if use is not None and use is not last:
+                    use.wait()
+            self._free_block(self._detach(chunk), last)
+            chunk.host.save = chunk.host.reader = chunk.host.writer = None
             return
-        chunk.host.vacate()
+        chunk.host.settle(move=True)
         assert chunk.host.memory is not None
         if self.poison:
             fill_poison(chunk.host.memory)
@@ -119,9 +119,7 @@ class HostTier:
             return False
         while self.free_bytes < nbytes and self.spare_bytes and self._reclaim():
             pass
-        for chunk in sorted(
-            self._droppable(), key=lambda chunk: chunk.host.end_update is not None
-        ):  # these wait for it
+        for chunk in sorted(self._droppable(), key=lambda chunk: chunk.host.update is not None):  # these wait for it
             if self.free_bytes >= nbytes:
                 break
             self.free(chunk)
@@ -249,11 +247,9 @@ class HostTier:
         self.moved.add(chunk)
 
     def exchange_blocks(self, first: Chunk, second: Chunk) -> None:
-        """Exchange the host copies of two chunks of the same size, with the copies that use them."""
+        """Exchange the host copies of two chunks of the same size, with what uses them."""
         assert first.host.block is not None and second.host.block is not None, f"{first} or {second} has no host copy"
         assert first.nbytes == second.nbytes, f"{first} and {second} differ in size"
-        first.host.finish_save()
-        second.host.finish_save()
         self._owners[first.host.block], self._owners[second.host.block] = second, first
         first.host, second.host = second.host, first.host
         self.moved.update((first, second))
@@ -360,7 +356,7 @@ class HostTier:
         for chunk in list(self._owners.values()):
             chunk.finish_update()
         for chunk in list(self._owners.values()):  # others than before: an update that ends may exchange blocks
-            chunk.host.vacate()
+            chunk.host.settle(move=True)
         self._free_released(wait=True)
         for arena in self.arenas:
             arena.compact()
