@@ -25,7 +25,7 @@ MODULES = {
     "_params": "chunk_comm local_shards",
     "_step": "delayed_update disk_optimizer_step disk_speculation gradient_buffer host_speculation lock_free_update "
     "optimizer_in_backward optimizer_step read_ahead speculation streamed_update update update_queue "
-    "update_tiers updates",
+    "update_dispatch update_tiers",
     "_tiers": "chunk copy_streams device_tier disk_tier host_tier",
 }
 CALLS = {

@@ -12,10 +12,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from patrickstar._autograd.engine_lock import EngineLock
 from patrickstar._autograd.gradient_hooks import GradientHooks
 from patrickstar._checkpoint.background_save import BackgroundSave
-from patrickstar._hardware.sigint_gate import deferring_sigint
+from patrickstar._hardware.sigint_gate import deferring_sigint, managing
 from patrickstar._hardware.worker_pool import THREAD_NAME
 from patrickstar._params.model_data import ModelData
-from patrickstar._params.modes import managing
 from patrickstar._params.state_dict import ModelState
 from patrickstar._step.optimizer_in_backward import OptimizerInBackward
 from patrickstar.errors import DiskError, MoveError, PeerError, TrainingError

@@ -24,13 +24,12 @@ from patrickstar._autograd.transforms import run_on_copies
 from patrickstar._autograd.windows import GraphSnapshot, HiddenNodes, Window
 from patrickstar._checkpoint.background_save import BackgroundSave
 from patrickstar._distributed.param_sharding import local_part
-from patrickstar._hardware.sigint_gate import deferring_sigint, interruptible
+from patrickstar._hardware.sigint_gate import deferring_sigint, interruptible, managing
 from patrickstar._params.interception import adopt_parameter, adopt_view
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.memory_functions import EXPOSING, REPLACING, RESHAPING, UNVERSIONED, expose, versioned
 from patrickstar._params.model_data import ModelData
-from patrickstar._params.modes import managing
-from patrickstar._params.out_of_memory import run_with_retry
+from patrickstar._params.out_of_memory import check_retry, run_again, saved_by_checkpoint
 from patrickstar._params.precision import tensors_in
 from patrickstar._params.tensor_subclass import (
     ADDRESSES,
@@ -48,6 +47,8 @@ from patrickstar.errors import BudgetError, DiskError, ModelError, MoveError
 _GET_GRAD, _SET_GRAD = descriptor("grad").__get__, descriptor("grad").__set__
 _GET_DATA, _SET_DATA = descriptor("data").__get__, descriptor("data").__set__
 _ADD_HOOK = torch.Tensor.register_post_accumulate_grad_hook
+_HOOKS_OF_SAVED = torch._C._autograd._top_saved_tensors_default_hooks
+_FAILED: Any = object()
 _SPECIAL = {torch.Tensor.view_as, _ADD_HOOK, _GET_GRAD, _SET_GRAD, _GET_DATA, _SET_DATA, torch.Tensor.detach}
 _SPECIAL |= EXPOSING | UNVERSIONED | REPLACING | RESHAPING | ADDRESSES | MOVING
 
@@ -218,7 +219,14 @@ class Interceptor:
         if func is F.embedding and managed_params[0].embedding:
             out = embedding_lookup(args, kwargs, managed_params[0], self.data.manager, self.gradient_hooks)
         else:
-            out = run_with_retry(func, args, kwargs, managed_params[0], self.data.shards)
+            hooks, out = _HOOKS_OF_SAVED(True), _FAILED
+            saved = None if hooks is None else saved_by_checkpoint(hooks[0])
+            try:
+                out = func(*args, **kwargs)
+            except RuntimeError as error:
+                check_retry(error, func, managed_params[0], self.data.shards, saved)
+            if out is _FAILED:  # not in the handler, where the error holds what the operator has allocated
+                out = run_again(func, args, kwargs, managed_params[0], self.data.shards)
         if written := [
             t for t, version in zip(tensors, versions, strict=True) if version >= 0 and t._version != version
         ]:

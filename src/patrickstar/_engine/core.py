@@ -36,14 +36,13 @@ from patrickstar._engine.param_init import (
 )
 from patrickstar._hardware.direct_io import PAGE_BYTES
 from patrickstar._hardware.memory_meter import Meter
-from patrickstar._hardware.sigint_gate import deferring_sigint, interruptible
+from patrickstar._hardware.sigint_gate import deferring_sigint, interruptible, managing
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.torch_optim_adapter import import_compiler
 from patrickstar._layout.chunk_mapping import Layout
 from patrickstar._params.local_shards import LocalShards
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
-from patrickstar._params.modes import managing
 from patrickstar._params.one_process import OneProcess
 from patrickstar._params.out_of_memory import explain, is_out_of_memory
 from patrickstar._params.precision import LossScaler
@@ -51,14 +50,14 @@ from patrickstar._params.several_processes import SeveralProcesses
 from patrickstar._params.state_dict import ModelState
 from patrickstar._params.tensor_subclass import managed_param_of
 from patrickstar._schedule.coordination import Request
-from patrickstar._schedule.policies import AggressivePrefetch, DemandFetch, PrefetchPolicy
+from patrickstar._schedule.eviction_prefetch import AggressivePrefetch, DemandFetch, PrefetchPolicy
+from patrickstar._step.budgets import budgets, plan_tiers
 from patrickstar._step.full_state import FullState
 from patrickstar._step.gradients import Gradients
 from patrickstar._step.optimizer_in_backward import OptimizerInBackward, hyper_parameters
 from patrickstar._step.optimizer_placement import OptimizerPlacement
 from patrickstar._step.optimizer_step import OptimizerStep
 from patrickstar._step.stats import Stats
-from patrickstar._step.tier_planning import budgets, plan_tiers
 from patrickstar._tiers.hardware import Hardware
 from patrickstar.config import Config
 from patrickstar.errors import BudgetError, DiskError, ModelError, MoveError, TrainingError

@@ -10,7 +10,7 @@ from patrickstar._params.local_shards import LocalShards
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._step.host_updates import HostUpdates
 from patrickstar._step.update import WHOLE, WHOLE_IN_ORDER, InPlace, Rules, SpareHome, Update
-from patrickstar._step.updates import Updates
+from patrickstar._step.update_dispatch import Updates
 from patrickstar._tiers.chunk import Chunk
 from patrickstar._tiers.spare_memory import SpareUse
 
