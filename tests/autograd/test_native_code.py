@@ -6,6 +6,7 @@ from functools import cache
 import pytest
 import torch
 import torch.nn as nn
+from probes import tracer_of
 from torch.func import functional_call, grad, hessian, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 from torch.utils.cpp_extension import load_inline
@@ -253,3 +254,13 @@ def test_transform_that_is_refused_by_name(transform, late):
         message = "out of bounds"  # PyTorch's words: placeholders have no memory beside an accelerator
     with pytest.raises(error, match=message):
         compare_steps(three, small_chunks("fp32"), lambda trainer, optimizer, x: call(trainer, x[0]), count=1)
+
+
+def test_an_address_that_a_loss_takes_is_an_access_of_the_trace():
+    model = reading(lambda x, weight, bias: x)()
+    with ps.Engine(model, small_chunks("fp32")) as engine:
+        loss = mean_square(engine(*normal_batches(1)[0]))
+        moments = len(tracer_of(engine).trace.moments)
+        model.weight.data_ptr()
+        assert len(tracer_of(engine).trace.moments) == moments + 1
+        engine.backward(loss)

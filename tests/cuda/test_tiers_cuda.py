@@ -8,7 +8,7 @@ from gpu_stages.bits import DelayedHardware
 from toys import train
 
 import patrickstar as ps
-from patrickstar._schedule.policies import AggressivePrefetch, DemandFetch
+from patrickstar._schedule.eviction_prefetch import AggressivePrefetch, DemandFetch
 from patrickstar._tiers.chunk import Chunk
 from patrickstar._tiers.hardware import Hardware
 from patrickstar._tiers.host_tier import HostTier

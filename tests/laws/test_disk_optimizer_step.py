@@ -12,8 +12,8 @@ from torch import nn
 from toys import inputs, layers, mean_square, train
 
 import patrickstar as ps
+from patrickstar._schedule.eviction_prefetch import DemandFetch
 from patrickstar._schedule.placement import Tier
-from patrickstar._schedule.policies import DemandFetch
 from patrickstar._tiers.swap_file import SwapFile
 
 WIDTH = 64

@@ -125,12 +125,12 @@ def test_everything_goes_back_after_a_failing_initialize(model, tmp_path, monkey
         managers.append(weakref.ref(self))
         made(self, *args, **more)
 
-    def no_memory(*args):
+    def no_memory(*args, **more):
         raise torch.OutOfMemoryError("out of memory, says a test")
 
     monkeypatch.setattr(ChunkManager, "__init__", record)
     if model == SHAPE.build:
-        monkeypatch.setattr("patrickstar._engine.core.BackgroundSave", no_memory)
+        monkeypatch.setattr("patrickstar._engine.core.Stats", no_memory)
     files = open_files()
     with pytest.raises((ValueError, ps.errors.PatrickStarError, torch.OutOfMemoryError)) as raised:
         ps.initialize(model, config("bf16", 256))

@@ -28,13 +28,13 @@ MODULES = {
     "_params": "chunk_comm local_shards",
     "_step": "delayed_update disk_optimizer_step disk_speculation gradient_buffer host_speculation lock_free_update "
     "optimizer_in_backward optimizer_step read_ahead speculation streamed_update update update_queue "
-    "update_tiers updates",
+    "update_dispatch update_tiers",
     "_tiers": "chunk copy_streams device_tier disk_tier host_tier",
 }
 CALLS = {
-    *("cancel", "cancel_running", "complete", "complete_update", "end_deferred", "end_save", "end_update"),
+    *("cancel", "cancel_running", "complete", "complete_update", "_release", "_release_all"),
     *("ensure_in_memory", "finish", "finish_all", "finish_first", "finish_pages", "_complete_delayed"),
-    *("finish_one", "finish_running", "finish_save", "finish_update", "order", "settle", "synchronize", "vacate"),
+    *("finish_one", "finish_running", "finish_update", "order", "settle", "synchronize"),
     *("wait", "wait_event", "wait_stream", "_arrive", "_end_or_withdraw", "_end_running", "_finish", "_order"),
     *("_wait_for",),
 }

@@ -23,7 +23,7 @@ from torch import nn
 
 import patrickstar as ps
 from patrickstar._hardware.accelerator import TorchDevice
-from patrickstar._schedule.policies import AggressivePrefetch, DemandFetch
+from patrickstar._schedule.eviction_prefetch import AggressivePrefetch, DemandFetch
 
 WIDTH, LAYERS, STEPS = 48, 6, 4
 MODELS = "layers", "uneven layers", "words"

@@ -10,7 +10,7 @@ from seeded import engine_of
 from torch import nn
 
 import patrickstar as ps
-from patrickstar._schedule.policies import AggressivePrefetch, DemandFetch
+from patrickstar._schedule.eviction_prefetch import AggressivePrefetch, DemandFetch
 
 WIDTH = 64
 STEPS = 7

@@ -41,6 +41,8 @@ def test_run_replay_and_reference_agree_in_memory(device_memory, backwards, monk
 class NotBegun:
     """Update that begins when it is waited for."""
 
+    label = "an update that has not begun"
+
     done = False
 
     def __init__(self, start):

@@ -117,7 +117,7 @@ def test_an_operator_waits_for_its_own_parameters_alone():
 def test_parameters_that_are_evicted_later_are_updated_in_their_host_copy():
     with after_a_step("60KiB") as (engine, gate):
         assert any(
-            chunk.device.valid and chunk.host.end_update is not None for chunk in manager_of(engine).param16.values()
+            chunk.device.valid and chunk.host.update is not None for chunk in manager_of(engine).param16.values()
         )
         gate.open()
         before = engine.stats.total.d2h_bytes

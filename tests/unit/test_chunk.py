@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from patrickstar._hardware.transfer import Deferred
 from patrickstar._hardware.vm_pool import PagePool, can_move_pages, round_up
 from patrickstar._layout.schema import ITEMSIZE
 from patrickstar._tiers.chunk import Chunk, Copy, DiskCopy, HostCopy, Region, fill_poison
@@ -207,10 +208,10 @@ def in_use(log: list[str]) -> Copy:
     copy.writer, copy.reader = recorded("writer", log), recorded("reader", log)
 
     def end_update() -> None:
-        copy.end_update = None
+        copy.update = None
         log.append("update")
 
-    copy.end_update, copy.end_save = end_update, lambda: log.append("save")
+    copy.update, copy.save = Deferred("update", end_update), recorded("save", log)
     return copy
 
 
@@ -220,13 +221,13 @@ def test_the_host_reads_a_copy_once_it_has_been_written_and_writes_it_once_no_tr
         copy.settle()
         assert log == ["writer"] and copy.writer is None and copy.reader is not None
     copy.settle(write=True)
-    assert log == ["writer", "reader"] and copy.end_update is not None, "updates are ended by who needs their results"
+    assert log == ["writer", "reader"] and copy.update is not None, "updates are ended by who needs their results"
 
 
 def test_memory_is_freed_or_moved_once_nothing_uses_it(log):
     copy = in_use(log)
     for _ in range(2):
-        copy.vacate()
+        copy.settle(move=True)
         assert log == ["update", "writer", "reader", "save"]
 
 
@@ -235,10 +236,10 @@ def test_an_update_that_ends_may_start_a_copy_which_is_waited_for_too(log):
     copy.writer = None
 
     def end_update() -> None:
-        copy.end_update, copy.reader = None, recorded("renewal", log)
+        copy.update, copy.reader = None, recorded("renewal", log)
 
-    copy.end_update = end_update
-    copy.vacate()
+    copy.update = Deferred("update", end_update)
+    copy.settle(move=True)
     assert log == ["renewal", "save"]
 
 
@@ -266,19 +267,15 @@ def test_whoever_frees_a_chunk_or_needs_its_content_ends_all_that_uses_it():
     def use() -> None:
         ended.clear()
         for name, copy in (("device", chunk.device), ("host", chunk.host)):
-            copy.end_update = lambda name=name: ended.append(f"update on the {name}")
-            copy.end_save = lambda name=name: ended.append(f"save of the {name}")
-        chunk.end_deferred = lambda: ended.append("deferred update")
+            copy.update, copy.save = (recorded(f"{use} on the {name}", ended) for use in ("update", "save"))
+        chunk.deferred = recorded("deferred update", ended)
 
     use()
-    chunk.host.vacate()
-    assert ended == ["update on the host", "save of the host"]
+    chunk.host.settle(move=True)
+    assert ended == ["update on the host", "save on the host"]
     use()
     chunk.complete_update()
     assert ended == ["update on the device", "update on the host", "deferred update"]
-    use()
-    chunk.finish_save()
-    assert ended == ["save of the device", "save of the host"]
     use()
     chunk.finish_update()
     assert ended == ["update on the device", "update on the host"]

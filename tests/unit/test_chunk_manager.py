@@ -16,8 +16,8 @@ from patrickstar._chunks.chunk_manager import ChunkManager
 from patrickstar._hardware.vm_pool import round_up
 from patrickstar._layout.chunk_mapping import ALIGN_NUMEL
 from patrickstar._layout.schema import PARAM16, PARAM32
+from patrickstar._schedule.eviction_prefetch import DemandFetch
 from patrickstar._schedule.placement import Tier
-from patrickstar._schedule.policies import DemandFetch
 from patrickstar._schedule.trace import Moment, Trace
 from patrickstar._tiers.chunk import Chunk
 from patrickstar._tiers.disk_tier import STAGES, DiskTier

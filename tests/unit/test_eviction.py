@@ -6,7 +6,13 @@ import pytest
 from hypothesis import strategies as st
 from sampling import fixed_draws
 
-from patrickstar._schedule.policies import AccessHistory, DemandFetch, EvictionPolicy, LeastRecentlyUsed, ListOrder
+from patrickstar._schedule.eviction_prefetch import (
+    AccessHistory,
+    DemandFetch,
+    EvictionPolicy,
+    LeastRecentlyUsed,
+    ListOrder,
+)
 from patrickstar._schedule.trace import Moment, Trace
 
 given = fixed_draws(400)

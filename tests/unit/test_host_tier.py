@@ -7,6 +7,7 @@ import torch
 from late_transfer import LateTransfer
 
 from patrickstar._chunks.chunk_manager import ChunkManager
+from patrickstar._hardware.transfer import Deferred
 from patrickstar._schedule.placement import Tier
 from patrickstar._tiers.chunk import Chunk
 from patrickstar._tiers.hardware import Hardware
@@ -155,7 +156,7 @@ def test_transfers_in_flight_are_waited_for_before_blocks_move(between_gaps, kin
     assert copy.waits == 2, "nor may its block be reused"
 
 
-@pytest.mark.parametrize("kind", ["end_save", "end_update"])
+@pytest.mark.parametrize("kind", ["save", "update"])
 def test_saves_and_updates_of_a_host_copy_are_ended_before_its_block_moves(between_gaps, kind):
     (host, second), ended = between_gaps, []
 
@@ -163,7 +164,7 @@ def test_saves_and_updates_of_a_host_copy_are_ended_before_its_block_moves(betwe
         setattr(second.host, kind, None)  # as a running update does
         ended.append(second.host.block.start)
 
-    setattr(second.host, kind, end)
+    setattr(second.host, kind, Deferred(kind, end))
     chunk_on(host, 4)
     assert ended == [2 * ALIGN_BYTES] and second.host.block.start == 0
 
@@ -171,7 +172,7 @@ def test_saves_and_updates_of_a_host_copy_are_ended_before_its_block_moves(betwe
 def test_memory_of_the_device_that_a_checkpoint_writer_reads_is_freed_after_its_reads():
     manager, ended = ChunkManager(CPU, 4 * ALIGN_BYTES, 4 * ALIGN_BYTES, poison=True), []
     chunk = manager.new_chunk("param32", 0, ALIGN_BYTES // 4, "float32", Tier.DEVICE)
-    chunk.in_use.end_save = lambda: ended.append(chunk.device.present)
+    chunk.in_use.save = Deferred("a save", lambda: ended.append(chunk.device.present))
     manager.device_tier.free(chunk)
     assert ended == [True] and not chunk.device.present
     manager.close()
@@ -180,14 +181,13 @@ def test_memory_of_the_device_that_a_checkpoint_writer_reads_is_freed_after_its_
 def test_memory_for_spare_blocks_grows_with_what_is_asked_for_up_to_its_use():
     host = tier(1000 * ALIGN_BYTES, ALIGN_BYTES)
     chunk_on(host, 1)
-    assert host.allocate_spare([ALIGN_BYTES]) is None, "no use was stated"
+    assert not host.allocate_spare([ALIGN_BYTES]), "no use was stated"
     host.spare_use_bytes = 21 * ALIGN_BYTES
-    held = [host.allocate_spare([ALIGN_BYTES, 2 * ALIGN_BYTES]) for _ in range(7)]
-    assert all(held) and host.allocate_spare([ALIGN_BYTES]) is None
+    assert all(host.allocate_spare([ALIGN_BYTES, 2 * ALIGN_BYTES]) for _ in range(7))
+    assert not host.allocate_spare([ALIGN_BYTES])
     assert [arena.nbytes // ALIGN_BYTES for arena in host.arenas] == [1, 3, 3, 6, 9], "each as large as all before"
-    for blocks in held:
-        for block in blocks:
-            host.release_spare(block)
+    while host.release_spare():
+        pass
     assert all(host.allocate_spare([3 * ALIGN_BYTES]) for _ in range(7)), "the same memory is used again"
     assert host.arena_bytes == 22 * ALIGN_BYTES
     host.unlock()
@@ -198,8 +198,7 @@ def test_memory_for_spare_blocks_is_kept_until_other_data_needs_it():
     host = tier(100 * ALIGN_BYTES, 4 * ALIGN_BYTES)
     first = chunk_on(host, 3)
     host.spare_use_bytes = 6 * ALIGN_BYTES
-    (block,) = host.allocate_spare([6 * ALIGN_BYTES])
-    host.release_spare(block)
+    assert host.allocate_spare([6 * ALIGN_BYTES]) and host.release_spare()
     chunk_on(host, 2, index=1)
     host.free(first)
     second = chunk_on(host, 5, index=2)  # no gap is large enough, until the other chunk has moved to the first arena
@@ -207,6 +206,6 @@ def test_memory_for_spare_blocks_is_kept_until_other_data_needs_it():
     host.free(second)
     chunk_on(host, 7, index=3)
     assert [arena.nbytes // ALIGN_BYTES for arena in host.arenas] == [4, 7]
-    assert host.allocate_spare([6 * ALIGN_BYTES]) is not None
+    assert host.allocate_spare([6 * ALIGN_BYTES])
     assert [arena.nbytes // ALIGN_BYTES for arena in host.arenas] == [4, 7, 6]
     host.unlock()

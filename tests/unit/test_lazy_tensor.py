@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from patrickstar._params.lazy_tensor import LazyTensor
+from patrickstar._autograd.lazy_tensor import LazyTensor
 from patrickstar.errors import ModelError
 
 CPU = torch.device("cpu")

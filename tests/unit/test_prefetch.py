@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling import draws
 
-from patrickstar._schedule.policies import AggressivePrefetch, DemandFetch, PrefetchMove, PrefetchPolicy
+from patrickstar._schedule.eviction_prefetch import AggressivePrefetch, DemandFetch, PrefetchMove, PrefetchPolicy
 from patrickstar._schedule.trace import NEVER, Moment, Trace
 
 quick = settings(deadline=None, max_examples=draws(200), print_blob=True)

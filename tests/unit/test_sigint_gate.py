@@ -12,9 +12,9 @@ from patrickstar._hardware.sigint_gate import (
     deferring_sigint,
     interruptible,
     interruption_point,
+    managing,
     uninterruptible,
 )
-from patrickstar._params.modes import managing
 
 SECTIONS = [deferring_sigint, uninterruptible, managing]
 

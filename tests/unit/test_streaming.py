@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling import draws
 
-from patrickstar._schedule.policies import AggressivePrefetch, PrefetchPolicy, StreamingPrefetch
+from patrickstar._schedule.eviction_prefetch import AggressivePrefetch, PrefetchPolicy, StreamingPrefetch
 from patrickstar._schedule.trace import Moment, Trace
 
 

@@ -12,8 +12,14 @@ from patrickstar._chunks.iteration_mode import Mode
 from patrickstar._chunks.tracer import MAX_TRACES, Tracer
 from patrickstar._hardware.vm_pool import round_up
 from patrickstar._layout.schema import PARAM16
+from patrickstar._schedule.eviction_prefetch import (
+    AggressivePrefetch,
+    DemandFetch,
+    LeastRecentlyUsed,
+    ListOrder,
+    PrefetchPolicy,
+)
 from patrickstar._schedule.placement import Tier
-from patrickstar._schedule.policies import AggressivePrefetch, DemandFetch, LeastRecentlyUsed, ListOrder, PrefetchPolicy
 from patrickstar._schedule.trace import Moment
 from patrickstar.testing import NoMeter
 

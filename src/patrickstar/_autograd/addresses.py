@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
+from patrickstar._hardware.sigint_gate import managing
 from patrickstar._params.managed_param import ManagedParam
-from patrickstar._params.modes import managing
 
 # [Note: addresses of parameters]
 # Kernels that are started from Python (Triton's, those of ctypes and numba) ask a tensor for its address. Who asks may
@@ -26,10 +26,10 @@ def hold_for_address(interceptor: Any, managed_params: Sequence[ManagedParam]) -
     for managed in managed_params:
         if managed.on_host:
             data.move_embedding_to_device(managed)
+    belongs = torch.is_grad_enabled() or interceptor.in_backward
     interceptor.note(managed_params)
     if not interceptor.covers(managed_params):
         interceptor.addressed = tuple(dict.fromkeys((*interceptor.addressed, *managed_params)))
         with managing():
-            belongs = torch.is_grad_enabled() or interceptor.in_backward
             data.access(interceptor.addressed, belongs, gently=interceptor.in_backward)
             interceptor.end_uses(interceptor.addressed)

@@ -1,17 +1,16 @@
 """`data` of managed parameters, as users assign it."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from patrickstar._autograd.lazy_tensor import LazyTensor
 from patrickstar._distributed.param_sharding import local_part
 from patrickstar._params.interception import adopt_view, release_view
-from patrickstar._params.lazy_tensor import LazyTensor
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.param_values import replace_data
 from patrickstar._params.tensor_subclass import ManagedTensor, OperatorInterceptor, managed_param_of
@@ -28,13 +27,6 @@ from patrickstar.errors import ModelError
 # Only `value` can become a view, not further tensors that share its memory, such as `q` of `p.data = q.data`. Their
 # storage is remembered: as long as one of them lives, the engine compares it before it uses the parameter, and refuses
 # to go on if it differs or if a step would change the parameter alone.
-
-
-class Accessor(OperatorInterceptor, Protocol):
-    """Fetches parameters."""
-
-    def accessed(self, managed: ManagedParam) -> AbstractContextManager[None]:
-        """Hold a parameter on the device."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +57,7 @@ class DataAttribute:
         self._masters: Any = WeakTensorKeyDictionary()
         """Backups with their version and master; tensors that users gave, which need none, with None."""
 
-    def assign(self, accessor: Accessor, tensor: torch.Tensor, value: torch.Tensor) -> None:
+    def assign(self, interceptor: OperatorInterceptor, tensor: torch.Tensor, value: torch.Tensor) -> None:
         """Give a parameter the values of a tensor, and make the tensor a view of the parameter.
 
         A view of a parameter takes the tensor's memory, as any tensor does.
@@ -78,7 +70,7 @@ class DataAttribute:
             release_view(tensor)
             tensor.data = value
             if isinstance(value, ManagedTensor):
-                adopt_view(tensor, value._managed_params, accessor)
+                adopt_view(tensor, value._managed_params, interceptor)
             return
         if _is_own(managed, value):
             return
@@ -88,17 +80,17 @@ class DataAttribute:
         master = entry[1] if entry is not None and entry[0] == value._version else None
         full = self._full_state.read(managed, managed.full_kind) if self._need_master(managed, views) else None
         shards = self._full_state.shards
-        with accessor.accessed(managed):
+        with interceptor.accessed(managed):
             shards.check_writable(managed)
             self._keep(managed, views, full)
             managed.payload().copy_(local_part(value))
             torch.autograd.graph.increment_version(managed.param)
             self._full_state.follow_write(managed, master)
-            self._share(accessor, managed, value)
+            self._share(interceptor, managed, value)
 
     def replace(
         self,
-        accessor: Accessor,
+        interceptor: OperatorInterceptor,
         func: Callable[..., Any],
         managed: ManagedParam,
         args: Sequence[Any],
@@ -116,7 +108,7 @@ class DataAttribute:
                 f"{func.__name__} can't change the memory or the shape of parameter {managed.name!r}, which is in a "
                 f"chunk: write values with copy_(), or change the model before ps.initialize"
             )
-        self.assign(accessor, tensor, values[0])
+        self.assign(interceptor, tensor, values[0])
         return tensor
 
     def follow(self, managed: ManagedParam) -> None:
@@ -126,7 +118,7 @@ class DataAttribute:
             payload = managed.payload()
             sharing.values(payload).copy_(payload)
 
-    def check(self, accessor: Accessor, *, writes: bool) -> None:
+    def check(self, interceptor: OperatorInterceptor, *, writes: bool) -> None:
         """Raise ModelError if a parameter can't be used because other tensors share memory that was assigned to it.
 
         `writes`: trained parameters are about to change.
@@ -140,7 +132,7 @@ class DataAttribute:
                     f"parameter {managed.name!r} was given the memory of a tensor that others share, by assigning its "
                     f"`.data`, and the step would change only the parameter: assign value.clone(), or delete the others"
                 )
-            with accessor.accessed(managed):
+            with interceptor.accessed(managed):
                 differs = sharing.differs(managed.payload())
             if differs:
                 raise ModelError(
@@ -199,7 +191,7 @@ class DataAttribute:
             elif view in self._masters:
                 del self._masters[view]
 
-    def _share(self, accessor: Accessor, managed: ManagedParam, value: torch.Tensor) -> None:
+    def _share(self, interceptor: OperatorInterceptor, managed: ManagedParam, value: torch.Tensor) -> None:
         """Make an assigned tensor a view of its parameter; remember its memory if others share it."""
         self._sharing.pop(managed, None)
         part: Any = local_part(value)
@@ -208,7 +200,7 @@ class DataAttribute:
         sole = torch._C._storage_Use_Count(storage._cdata) == 2 and part._use_count() == 1
         if sole and not value.requires_grad and not value.is_inference() and not isinstance(value, torch.nn.Parameter):
             replace_data(value, managed.current_device_view())
-            adopt_view(value, (managed,), accessor)
+            adopt_view(value, (managed,), interceptor)
             self._masters[value] = None
         else:
             sharing = _Sharing(StorageWeakRef(storage), int(part.storage_offset()), part.stride())

@@ -6,9 +6,8 @@ from typing import Any
 import torch
 
 from patrickstar._autograd.engine_lock import EngineLock
-from patrickstar._hardware.sigint_gate import deferring_sigint
+from patrickstar._hardware.sigint_gate import deferring_sigint, managing
 from patrickstar._params.managed_param import ManagedParam
-from patrickstar._params.modes import managing
 from patrickstar._params.row_gradient import RowGradient
 from patrickstar._step.gradients import Gradients
 from patrickstar._step.optimizer_in_backward import OptimizerInBackward

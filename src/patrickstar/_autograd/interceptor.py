@@ -22,14 +22,14 @@ from patrickstar._autograd.rounded_copies import MOVING, rounded_copy
 from patrickstar._autograd.timed_product import TimedProduct
 from patrickstar._autograd.transforms import run_on_copies
 from patrickstar._autograd.windows import GraphSnapshot, HiddenNodes, Window
+from patrickstar._checkpoint.background_save import BackgroundSave
 from patrickstar._distributed.param_sharding import local_part
-from patrickstar._hardware.sigint_gate import deferring_sigint, interruptible
+from patrickstar._hardware.sigint_gate import deferring_sigint, interruptible, managing
 from patrickstar._params.interception import adopt_parameter, adopt_view
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.memory_functions import EXPOSING, REPLACING, RESHAPING, UNVERSIONED, expose, versioned
 from patrickstar._params.model_data import ModelData
-from patrickstar._params.modes import managing
-from patrickstar._params.out_of_memory import run_with_retry
+from patrickstar._params.out_of_memory import check_retry, run_again, saved_by_checkpoint
 from patrickstar._params.precision import tensors_in
 from patrickstar._params.tensor_subclass import (
     ADDRESSES,
@@ -47,6 +47,8 @@ from patrickstar.errors import BudgetError, DiskError, ModelError, MoveError
 _GET_GRAD, _SET_GRAD = descriptor("grad").__get__, descriptor("grad").__set__
 _GET_DATA, _SET_DATA = descriptor("data").__get__, descriptor("data").__set__
 _ADD_HOOK = torch.Tensor.register_post_accumulate_grad_hook
+_HOOKS_OF_SAVED = torch._C._autograd._top_saved_tensors_default_hooks
+_FAILED: Any = object()
 _SPECIAL = {torch.Tensor.view_as, _ADD_HOOK, _GET_GRAD, _SET_GRAD, _GET_DATA, _SET_DATA, torch.Tensor.detach}
 _SPECIAL |= EXPOSING | UNVERSIONED | REPLACING | RESHAPING | ADDRESSES | MOVING
 
@@ -55,9 +57,14 @@ class Interceptor:
     """Intercepts operators on the parameters of one engine."""
 
     def __init__(
-        self, data: ModelData, gradients: Gradients, optimizer_in_backward: OptimizerInBackward, full_state: FullState
+        self,
+        data: ModelData,
+        gradients: Gradients,
+        optimizer_in_backward: OptimizerInBackward,
+        full_state: FullState,
+        background_save: BackgroundSave,
     ) -> None:
-        self.data = data
+        self.data, self.background_save = data, background_save
         self.data_attribute = DataAttribute(full_state)
         self.gradient = GradientAttribute(gradients, optimizer_in_backward)
         self.optimizer_in_backward, self.full_state = optimizer_in_backward, full_state
@@ -73,7 +80,8 @@ class Interceptor:
         """Entries of the state dict that a module is about to fill, in a thread, by `detach`: it fetches nothing."""
         self.addressed: tuple[ManagedParam, ...] = ()
         """Parameters whose addresses were taken since the last operator. See [Note: addresses of parameters]."""
-        self.closer = EngineCloser(optimizer_in_backward, self.lock)
+        parts = optimizer_in_backward, self.gradient_hooks, background_save, self.lock
+        self.closer = EngineCloser(data, full_state.state, *parts)
 
     @property
     def in_backward(self) -> bool:
@@ -211,7 +219,14 @@ class Interceptor:
         if func is F.embedding and managed_params[0].embedding:
             out = embedding_lookup(args, kwargs, managed_params[0], self.data.manager, self.gradient_hooks)
         else:
-            out = run_with_retry(func, args, kwargs, managed_params[0], self.data.shards)
+            hooks, out = _HOOKS_OF_SAVED(True), _FAILED
+            saved = None if hooks is None else saved_by_checkpoint(hooks[0])
+            try:
+                out = func(*args, **kwargs)
+            except RuntimeError as error:
+                check_retry(error, func, managed_params[0], self.data.shards, saved)
+            if out is _FAILED:  # not in the handler, where the error holds what the operator has allocated
+                out = run_again(func, args, kwargs, managed_params[0], self.data.shards)
         if written := [
             t for t, version in zip(tensors, versions, strict=True) if version >= 0 and t._version != version
         ]:
@@ -238,8 +253,10 @@ class Interceptor:
         speculation, updates = self.optimizer_in_backward.speculation, self.updates
         if speculation.assumption is not None and self.in_backward:
             speculation.progress()
-        if updates.queue.updates or updates.disk is not None or self.data.shards.saving is not None:
+        if updates.queue.updates or updates.disk is not None:
             updates.progress()
+        if self.background_save.saving is not None:
+            self.background_save.saving.progress()
 
     def end_uses(self, managed_params: Sequence[ManagedParam], suspended: Window | None = None) -> None:
         """End an access, and open the window again that it suspended."""
@@ -389,16 +406,18 @@ class Interceptor:
         self.window = window
 
     def _close(self) -> None:
-        if self.window is None:
+        window, self.window = self.window, None
+        if window is None or self.closer.closed:
             return
-        accessed = () if self.window.held else self.window.managed_params
-        if self.window.held:
-            for managed in self.window.managed_params:
+        accessed = () if window.held else window.managed_params
+        if window.held:
+            for managed in window.managed_params:
                 managed.chunk.pins -= 1
         else:
             self.data.release(accessed, TensorState.HOLD)
-        self.window = None
         self.data.sharing.end_window(accessed)
         self.optimizer_in_backward.progress()
-        if self.updates.queue.updates or self.updates.disk is not None or self.data.shards.saving is not None:
+        if self.updates.queue.updates or self.updates.disk is not None:
             self.updates.progress()
+        if self.background_save.saving is not None:
+            self.background_save.saving.progress()

@@ -130,7 +130,7 @@ class ModuleHooks:
         self.interceptor = interceptor
         self.before_state_dict, self.after_state_dict = before_state_dict, after_state_dict
         leave_to_python()
-        self._undo: list[Callable[[], None]] = []
+        self._undo = interceptor.closer.undo
         self._hooked: set[nn.Module] = set()
         self._saved: set[nn.Module] = set()
         self._generating: set[nn.Module] = set()
@@ -303,7 +303,3 @@ class ModuleHooks:
         else:
             self._undo.append(partial(attributes.pop, name, None))
         attributes[name] = method
-
-    def close(self) -> None:
-        for undo in self._undo:
-            undo()

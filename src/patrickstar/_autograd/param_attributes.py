@@ -7,8 +7,8 @@ import torch
 
 from patrickstar._autograd.engine_closer import EngineCloser
 from patrickstar._autograd.engine_lock import EngineLock
+from patrickstar._autograd.lazy_tensor import LazyTensor
 from patrickstar._distributed.param_sharding import local_part
-from patrickstar._params.lazy_tensor import LazyTensor
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.tensor_subclass import ManagedTensor
 from patrickstar._schedule.coordination import Request

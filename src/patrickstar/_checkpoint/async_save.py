@@ -2,7 +2,7 @@
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from patrickstar._checkpoint.storage_writer import CheckpointWriter
 from patrickstar._hardware.job_queue import WorkerThread
 from patrickstar._hardware.profiler_range import profiler_range
 from patrickstar._hardware.sigint_gate import interruptible, interruption_point, uninterruptible
+from patrickstar._hardware.transfer import Deferred
 from patrickstar._layout.schema import PARAM16
 from patrickstar._params.local_shards import LocalShards
 from patrickstar._tiers.chunk import Chunk
@@ -95,6 +96,10 @@ class AsyncSave:
 
         self._thread = WorkerThread(run, "patrickstar-checkpoint")
         self._thread.start()
+        data.reads = {
+            index: Deferred(f"a checkpoint's reads of chunks {index}", partial(self._end_reads, index))
+            for index in self._remaining
+        }
 
     def _fill(self, file: SafetensorsFile) -> None:
         """Wait until the training thread has written all bytes to the file. Called on the save thread."""
@@ -114,19 +119,21 @@ class AsyncSave:
         return self._next is None or self._copy_error is not None or self.done
 
     def progress(self) -> None:
+        """Copy as much as the disk accepts without waiting."""
         while self._ready.is_set() and not self.copied and self._file is not None and self._file.has_room:
             self._copy_next()
 
-    def before_update(self, index: int) -> None:
+    def _end_reads(self, index: int) -> None:
+        """Copy what is left of the chunks of an index, and wait until the writer has read them."""
         with uninterruptible():
             self._copy_while(lambda _: self._remaining[index] > 0)
         for managed in self.data.by_chunk[index][:1]:
-            for kind in saved_kinds(managed):
-                self.data.manager[list_kind(managed, kind), index].finish_save()
+            self._release(self.data.manager[list_kind(managed, kind), index] for kind in saved_kinds(managed))
 
     def copy_all(self) -> None:
+        """Copy everything that the checkpoint still needs from chunks."""
         self._copy_while(lambda _: True)
-        self._release_chunks()
+        self._release_all()
 
     def _copy_while(self, needed: Callable[[TensorShard], bool]) -> None:
         """Copy while `needed` returns true for the next shard; wait for the disk where necessary."""
@@ -135,14 +142,22 @@ class AsyncSave:
             if self._ready.wait(POLL_S) and not self.copied:
                 self._copy_next()
 
-    def _release_chunks(self) -> None:
-        for chunk in self.data.manager.chunks.values():
-            chunk.finish_save()
+    def _release_all(self) -> None:
+        self.data.reads.clear()
+        self._release(self.data.manager.chunks.values())
+
+    @staticmethod
+    def _release(chunks: Iterable[Chunk]) -> None:
+        """Wait until the writer has read what was passed to it of these chunks."""
+        for copy in [copy for chunk in chunks for copy in (chunk.device, chunk.host)]:
+            if copy.save is not None:
+                copy.save.wait()
+                copy.save = None
 
     def copy_volatile(self) -> None:
         """Copy everything but master parameters and optimizer states: user code may write the rest at any time."""
         self._copy_while(lambda shard: shard.managed is None or shard.kind == PARAM16)
-        self._release_chunks()
+        self._release(self.data.manager.chunks.values())
 
     def finish(self) -> None:
         """Wait for completion. Raises CheckpointError on failure, PyTorch's own error for a lost process."""
@@ -156,7 +171,7 @@ class AsyncSave:
         """Stop reading chunks; discard the checkpoint unless all bytes were copied."""
         if not self.copied:
             self._end(CheckpointError(why))
-        self._release_chunks()
+        self._release_all()
 
     def _all_slices(self) -> Iterator[tuple[TensorShard, slice, bool]]:
         for shard in self._shards:
@@ -178,7 +193,7 @@ class AsyncSave:
                     owner = self._owner(shard)
                     self._file.write(values, owner)
                     if owner is not None:
-                        owner.in_use.end_save = partial(self._file.release, owner)
+                        owner.in_use.save = Deferred(f"reads of {owner}", partial(self._file.release, owner))
         except BaseException as error:
             self._end(error)
             if not isinstance(error, CheckpointError):

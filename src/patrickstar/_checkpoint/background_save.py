@@ -1,25 +1,30 @@
 """Handle of the save in progress. Does not import torch.distributed.checkpoint."""
 
 import warnings
+from typing import TYPE_CHECKING
 
 from patrickstar._distributed.process_group import Processes, explain_peer_failure
 from patrickstar._params.local_shards import LocalShards
 from patrickstar.errors import CheckpointError
 
+if TYPE_CHECKING:
+    from patrickstar._checkpoint.async_save import AsyncSave
+
 
 class BackgroundSave:
-    """Waits for the save in `data.saving`, if any, and releases its host memory.
+    """Save in progress, if there is one; waits for it, and releases its host memory.
 
     reserved_bytes: host memory reserved for the save.
     """
 
     def __init__(self, data: LocalShards, world: Processes) -> None:
         self.data, self.world = data, world
+        self.saving: AsyncSave | None = None
         self.reserved_bytes = 0
 
     def wait_or_raise(self) -> None:
         """Wait for the save in progress, if any. Raises CheckpointError if it failed."""
-        if (saving := self.data.saving) is not None:
+        if (saving := self.saving) is not None:
             try:
                 with explain_peer_failure(self.world):
                     saving.finish()
@@ -27,12 +32,12 @@ class BackgroundSave:
                 saving.cancel("it was interrupted")
                 raise
             finally:
-                self.data.saving = None
+                self.saving = None
                 self.data.manager.host_tier.release_reservation(self.reserved_bytes)
 
     def poll(self) -> None:
         """Finish a save that has ended; a failure is a warning, and training continues."""
-        if (saving := self.data.saving) is not None and saving.done:
+        if (saving := self.saving) is not None and saving.done:
             self.wait()
 
     def wait(self) -> bool:
@@ -45,5 +50,5 @@ class BackgroundSave:
         return True
 
     def copy_all(self) -> None:
-        if (saving := self.data.saving) is not None:
-            saving.copy_all()
+        if self.saving is not None:
+            self.saving.copy_all()

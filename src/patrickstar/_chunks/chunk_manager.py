@@ -115,7 +115,7 @@ class ChunkManager:
         if chunk.host.present:
             self.host_tier.free(chunk, for_good=for_good)
         chunk.memory.close()
-        chunk.end_deferred = None  # it refers to the engine
+        chunk.deferred = None  # it refers to the engine
         self.device_tier.forget(chunk)
         if self.disk_tier is not None:
             self.disk_tier.release(chunk)

@@ -9,8 +9,8 @@ import torch
 from patrickstar._chunks.transfers import ChunkTransfers
 from patrickstar._layout.byte_size import format_size
 from patrickstar._layout.schema import PARAM16
+from patrickstar._schedule.eviction_prefetch import EvictionPolicy, ListOrder, PrefetchPolicy
 from patrickstar._schedule.placement import Tier
-from patrickstar._schedule.policies import EvictionPolicy, ListOrder, PrefetchPolicy
 from patrickstar._tiers.chunk import Chunk
 from patrickstar.errors import BudgetError
 

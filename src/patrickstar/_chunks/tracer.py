@@ -9,8 +9,7 @@ from patrickstar._chunks.iteration_mode import Mode
 from patrickstar._distributed.linked_processes import LinkedProcesses
 from patrickstar._hardware.memory_meter import Meter
 from patrickstar._layout.schema import PARAM16
-from patrickstar._schedule.placement import cautious_limit_bytes
-from patrickstar._schedule.policies import (
+from patrickstar._schedule.eviction_prefetch import (
     AccessHistory,
     AggressivePrefetch,
     DemandFetch,
@@ -19,6 +18,7 @@ from patrickstar._schedule.policies import (
     PrefetchPolicy,
     StreamingPrefetch,
 )
+from patrickstar._schedule.placement import cautious_limit_bytes
 from patrickstar._schedule.trace import Moment, Trace
 from patrickstar._tiers.chunk import Chunk
 

@@ -26,7 +26,7 @@ from patrickstar._dry_run.simulation import (
 from patrickstar._hardware.vm_pool import round_up
 from patrickstar._layout.byte_size import format_size
 from patrickstar._perf_model.machine_spec import DiskDrive, Gpu, Host, Links, Machine, Network
-from patrickstar._step.tier_planning import find_budgets
+from patrickstar._step.budgets import find_budgets
 from patrickstar._tiers.hardware import Hardware
 from patrickstar.config import Config, Disk
 from patrickstar.errors import BudgetError

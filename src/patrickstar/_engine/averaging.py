@@ -50,7 +50,7 @@ def averaged(core: EngineCore, groups: Mapping[ManagedParam, Mapping[str, Any]])
             replaced.append(managed)
         yield
     finally:
-        if core.release.alive:
+        if not core.closed:
             for managed in replaced:
                 _replace(core, managed, weights.get(managed), back=True)
         core.averaged = False

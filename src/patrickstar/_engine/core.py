@@ -10,6 +10,7 @@ from torch import nn
 
 from patrickstar._autograd.activation_offload import ActivationOffload
 from patrickstar._autograd.interceptor import Interceptor
+from patrickstar._autograd.lazy_state import LazyState
 from patrickstar._autograd.module_hooks import ModuleHooks, check_no_graphs
 from patrickstar._checkpoint.background_save import BackgroundSave
 from patrickstar._checkpoint.module_save_pretrained import save_in_full_precision
@@ -23,7 +24,6 @@ from patrickstar._engine.distribution import Distribution
 from patrickstar._engine.engine_call import engine_call
 from patrickstar._engine.frozen_modules import with_frozen
 from patrickstar._engine.input_record import InputRecord, shapes_of
-from patrickstar._engine.lazy_state import LazyState
 from patrickstar._engine.model_structure import ModelStructure
 from patrickstar._engine.param_init import (
     WeightSource,
@@ -34,17 +34,15 @@ from patrickstar._engine.param_init import (
     params_used_together,
     unfreeze,
 )
-from patrickstar._engine.teardown import release
 from patrickstar._hardware.direct_io import PAGE_BYTES
 from patrickstar._hardware.memory_meter import Meter
-from patrickstar._hardware.sigint_gate import deferring_sigint, interruptible
+from patrickstar._hardware.sigint_gate import deferring_sigint, interruptible, managing
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.torch_optim_adapter import import_compiler
 from patrickstar._layout.chunk_mapping import Layout
 from patrickstar._params.local_shards import LocalShards
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
-from patrickstar._params.modes import managing
 from patrickstar._params.one_process import OneProcess
 from patrickstar._params.out_of_memory import explain, is_out_of_memory
 from patrickstar._params.precision import LossScaler
@@ -52,14 +50,14 @@ from patrickstar._params.several_processes import SeveralProcesses
 from patrickstar._params.state_dict import ModelState
 from patrickstar._params.tensor_subclass import managed_param_of
 from patrickstar._schedule.coordination import Request
-from patrickstar._schedule.policies import AggressivePrefetch, DemandFetch, PrefetchPolicy
+from patrickstar._schedule.eviction_prefetch import AggressivePrefetch, DemandFetch, PrefetchPolicy
+from patrickstar._step.budgets import budgets, plan_tiers
 from patrickstar._step.full_state import FullState
 from patrickstar._step.gradients import Gradients
 from patrickstar._step.optimizer_in_backward import OptimizerInBackward, hyper_parameters
 from patrickstar._step.optimizer_placement import OptimizerPlacement
 from patrickstar._step.optimizer_step import OptimizerStep
 from patrickstar._step.stats import Stats
-from patrickstar._step.tier_planning import budgets, plan_tiers
 from patrickstar._tiers.hardware import Hardware
 from patrickstar.config import Config
 from patrickstar.errors import BudgetError, DiskError, ModelError, MoveError, TrainingError
@@ -152,7 +150,9 @@ class EngineCore:
         self.full_state = FullState(self.model_state, self.optimizer_step)
         self.optimizer_placement = OptimizerPlacement(self.layout, self.shards, self.optimizer_step, self.tracer)
         self.optimizer_in_backward = OptimizerInBackward(self.sharing, self.optimizer_step, speculates)
-        self.interceptor = Interceptor(self.data, self.gradients, self.optimizer_in_backward, self.full_state)
+        self.background_save = BackgroundSave(self.shards, world)
+        intercepted = self.data, self.gradients, self.optimizer_in_backward, self.full_state, self.background_save
+        self.interceptor = Interceptor(*intercepted)
         self.close_on_data_loss = self.interceptor.closer.close_on_data_loss
         self.activation_offload = ActivationOffload(self.manager) if config.activation_offload else None
         ram_bytes = memory[1] if hardware.has_gpu else sum(memory)
@@ -190,16 +190,18 @@ class EngineCore:
         self.module_hooks.notice(self.modules)
         if (method := save_in_full_precision(self.module, self.model_params)) is not None:
             self.module_hooks.replace_method(self.module, "save_pretrained", method)
-        self.release = weakref.finalize(self, release, self.interceptor, self.module_hooks, self.model_state)
-        self.release.atexit = False
-        self.interceptor.closer.release = self.release
+        weakref.finalize(self, self.interceptor.closer.release).atexit = False
         self.averaged = False
         """True while the parameters are exchanged for their moving averages."""
         self._structure: ModelStructure | None = None
         self.stats = Stats(_retries=hardware.allocator_stats().retries)
         self.recording: object = None
         """What records the steps, if they are recorded."""
-        self.background_save = BackgroundSave(self.shards, world)
+
+    @property
+    def closed(self) -> bool:
+        """True once all chunks are freed."""
+        return self.interceptor.closer.closed
 
     def begin_iteration(self, key: Hashable, inputs: tuple[Any, Any]) -> None:
         """Open an iteration of this kind, unless one is open, before a forward with these args and kwargs."""
@@ -291,17 +293,17 @@ class EngineCore:
 
     def close(self, keep: bool) -> None:
         """Free all chunks; see `Engine.close`."""
-        if self.release.alive:
+        if not self.closed:
             with deferring_sigint():
                 self.background_save.wait()
         self.model_state.keep_values = keep
-        if self.release.alive and self.world.size > 1 and keep:
+        if not self.closed and self.world.size > 1 and keep:
             with self.close_on_data_loss():
                 self.complete()
                 self.sharing.synchronize_processes(Request.CLOSE)
                 self.gradients.drop()
                 self.model_state.synchronized = True
-        lost = self.release()
+        lost = self.interceptor.closer.release()
         if lost is None:  # it was closed before
             return
         partly = [name for name in self.optimizer_step.updates.updated_in_part if name not in lost]
@@ -392,6 +394,6 @@ class EngineCore:
 
     def check_open(self) -> None:
         """Raise TrainingError if the engine is closed or was created by the parent process."""
-        if not self.release.alive:
+        if self.closed:
             raise TrainingError("this engine is closed; create a new one with ps.initialize")
         self.interceptor.lock.check_process()

@@ -145,7 +145,7 @@ class Engine:
             *([] if config.disk is None else [f"disk {config.disk.directory}"]),
         ]
         ranks = f", rank {self.world.rank} of {self.world.size}" if self.world.size > 1 else ""
-        closed = "" if core.release.alive else ", closed"
+        closed = ", closed" if core.closed else ""
         return (
             f"Engine({type(self.module).__name__}, {numel:,} parameters, {config.precision} on {core.device}, "
             f"{', '.join(budgets)}{ranks}, step {core.stats.total.steps}{closed})"
@@ -595,6 +595,6 @@ class Engine:
         Raises:
             DiskError, MoveError: A disk or transfer failed, and lost parameters are NaN. All memory has been freed.
         """
-        if keep and not self._core.world.rank and self._core.release.alive:
+        if keep and not self._core.world.rank and not self._core.closed:
             warn_of_lost_digits(self._core.shards.managed_params)
         self._core.close(keep)

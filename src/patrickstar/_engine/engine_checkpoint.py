@@ -96,7 +96,8 @@ class EngineCheckpoint:
                 page_bytes = self._reserve_pages()
                 target = Path(core.world.all_gather_object(str(target.absolute()))[0])
                 group = core.world.checkpoints
-                shards.saving = saving = AsyncSave(target, pieces, shards, group, page_bytes=page_bytes, done=done)
+                saving = AsyncSave(target, pieces, shards, group, page_bytes=page_bytes, done=done)
+                core.background_save.saving = saving
                 saving.copy_volatile()
         if error is not None:
             raise error

@@ -22,7 +22,7 @@ def plan_step(
         raise ConfigError(
             "engine.plan can't simulate operators that communicate, as those of DTensors do: use patrickstar plan"
         )
-    if core.release.alive:
+    if not core.closed:
         core.sharing.synchronize_processes(Request.PLAN)
         with core.interceptor.lock, core.internal_computation():
             core.optimizer_step.updates.finish_running()  # beside updates all that is measured is slower

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
+from patrickstar._autograd.lazy_tensor import LazyTensor
 from patrickstar._engine.core import EngineCore
-from patrickstar._params.lazy_tensor import LazyTensor
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.tensor_subclass import managed_param_of
 from patrickstar.errors import ModelError

@@ -1,6 +1,7 @@
 """Interface of what is in flight, whatever runs it: threads, GPU streams, collectives, kernels or a simulation."""
 
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import Protocol
 
 from patrickstar._hardware.accelerator import DeviceClock
@@ -48,6 +49,28 @@ class Transfer(Protocol):
     @abstractmethod
     def cancel(self) -> None:
         """Cancel what has not begun, and wait for the rest without raising its error."""
+
+
+class Deferred(Transfer):
+    """Work that the training thread ends itself, by a call, when it waits for it."""
+
+    def __init__(self, label: str, end: Callable[[], None]) -> None:
+        self.label = label
+        self._end = end
+
+    @property
+    def done(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        """End it, and raise its error."""
+        self._end()
+
+    def prioritize(self) -> None:
+        """Do nothing: it runs in the thread that waits."""
+
+    def cancel(self) -> None:
+        """Do nothing: whoever began it cancels it."""
 
 
 class CompletedTransfer(Transfer):

@@ -75,6 +75,8 @@ class ParamSchema:
     """Kinds of the optimizer states' lists; none of a frozen parameter."""
     trained: bool = field(init=False, compare=False, repr=False)
     """True if the optimizer updates parameters of this schema."""
+    master_dtype: str = field(init=False, compare=False, repr=False)
+    """Dtype of gradient accumulation and of the update."""
 
     def __post_init__(self) -> None:
         assert self.lists[0].kind == PARAM16, "the first list of a schema must be param16"
@@ -84,6 +86,7 @@ class ParamSchema:
             "state_lists": states,
             "state_kinds": tuple(spec.kind for spec in states if spec.kind != PARAM32),
             "trained": len(self.lists) > 1,
+            "master_dtype": self.lists[:2][-1].dtype,
         }
         for name, value in derived.items():
             object.__setattr__(self, name, value)
@@ -102,11 +105,6 @@ class ParamSchema:
     def bytes_per_param(self) -> int:
         """Bytes of model data per element without padding: 14 for Adam in mixed precision, 2 if frozen in 16 bits."""
         return sum(spec.itemsize for spec in (*self.lists, *self.buffers))
-
-    @property
-    def master_dtype(self) -> str:
-        """Dtype of gradient accumulation and of the update."""
-        return self.lists[1].dtype if self.trained else self.compute.dtype
 
 
 ADAM_STATES = (EXP_AVG, EXP_AVG_SQ)

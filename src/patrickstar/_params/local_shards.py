@@ -8,12 +8,12 @@ from patrickstar._chunks.chunk_manager import ChunkManager
 from patrickstar._chunks.tracer import Tracer
 from patrickstar._distributed.process_group import Processes
 from patrickstar._hardware.storage_guard import refuse_access, storage_guard
+from patrickstar._hardware.transfer import Transfer
 from patrickstar._kernels.rounding import canonical_nan_, round_into
 from patrickstar._kernels.update_rule import Gradient
 from patrickstar._layout.schema import DELAYED16, GRAD32, PARAM32
 from patrickstar._params.device_arithmetic import add_gradient, round_to_device
 from patrickstar._params.managed_param import ManagedParam, refusal
-from patrickstar._params.save_in_progress import SaveInProgress
 from patrickstar._schedule.placement import Tier
 from patrickstar._schedule.tensor_state import TensorState
 from patrickstar._tiers.chunk import Chunk
@@ -61,8 +61,8 @@ class LocalShards:
         """True if the last step had several backwards."""
         self.lists_gradients = False
         """True if gradients of delayed parameters go to the gradient list. See [Note: delayed updates]."""
-        self.saving: SaveInProgress | None = None
-        """Checkpoint in progress, which copies what it needs of a chunk before the chunk changes."""
+        self.reads: dict[int, Transfer] = {}
+        """Reads of masters, states and frozen parameters by a checkpoint in progress, by chunk index."""
         self.closed = False
         self._placeholders: dict[torch.dtype, torch.Tensor] = {}
 
@@ -134,9 +134,9 @@ class LocalShards:
             yield slice(begin - offset, end - offset), page[begin - page_start : end - page_start]
 
     def before_update(self, index: int) -> None:
-        """Notify a checkpoint in progress that masters, states or frozen parameters of a chunk will change."""
-        if self.saving is not None:
-            self.saving.before_update(index)
+        """Let a checkpoint in progress end its reads of masters, states or frozen parameters, which will change."""
+        if (reads := self.reads.pop(index, None)) is not None:
+            reads.wait()
 
     def optimizer_chunks(self, index: int) -> list[Chunk]:
         """Return the chunks of one index that only the update uses, in the order of the parameter schema."""

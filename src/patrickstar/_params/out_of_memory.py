@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from patrickstar._hardware.sigint_gate import managing
 from patrickstar._params.local_shards import LocalShards
 from patrickstar._params.managed_param import ManagedParam
-from patrickstar._params.modes import managing
 from patrickstar.errors import BudgetError
 
 OTHER_ALLOCATORS = (
@@ -82,27 +82,32 @@ class SavedByCheckpoint:
         block.recomp_counter[self._recomputation] = count
 
 
-def run_with_retry(
-    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], managed: ManagedParam, data: LocalShards
-) -> Any:
-    """Run an operator on a parameter; if it runs out of memory, evict all idle chunks and run it once more.
+def saved_by_checkpoint(pack_hook: Callable[..., Any]) -> SavedByCheckpoint | None:
+    """Return what the block under `torch.utils.checkpoint` has saved whose hook this is; None if it is another hook."""
+    return SavedByCheckpoint(pack_hook) if pack_hook.__module__ == "torch.utils.checkpoint" else None
 
-    Not in a block under a checkpoint of an unknown version, see `SavedByCheckpoint`, nor in linked processes,
+
+def check_retry(
+    error: RuntimeError, func: Any, managed: ManagedParam, data: LocalShards, saved: SavedByCheckpoint | None
+) -> None:
+    """Raise the error of an operator on a parameter, unless it has run out of memory and can run once more.
+
+    It can't in a block under a checkpoint of an unknown version, see `SavedByCheckpoint`, nor in linked processes,
     which evict alike.
     """
+    if not is_out_of_memory(error):
+        raise error
+    if data.tracer.linked is not None or (saved is not None and not saved.known):
+        raise explain(f"{getattr(func, '__name__', func)} on parameter {managed.name!r}", data, error) from None
+    if saved is not None:
+        saved.forget()
+
+
+def run_again(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], managed: ManagedParam, data: LocalShards
+) -> Any:
+    """Evict all idle chunks and run an operator on a parameter that has run out of memory."""
     name = getattr(func, "__name__", func)
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    in_block = hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
-    saved = SavedByCheckpoint(hooks[0]) if in_block else None
-    try:
-        return func(*args, **kwargs)
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        if data.tracer.linked is not None or (saved is not None and not saved.known):
-            raise explain(f"{name} on parameter {managed.name!r}", data, error) from None
-        if saved is not None:
-            saved.forget()
     with managing():
         data.manager.cache.free_memory()
         data.update_param_views()

@@ -1,6 +1,7 @@
 """Tensor subclasses that intercept every operator on a managed parameter or on a view of one."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -57,6 +58,9 @@ class OperatorInterceptor(Protocol):
 
     def full_precision(self, managed: ManagedParam) -> torch.Tensor:
         """Return a host copy of a parameter in full precision."""
+
+    def accessed(self, managed: ManagedParam) -> AbstractContextManager[None]:
+        """Hold a parameter on the device, as during an operator."""
 
 
 def plain_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from patrickstar._layout.schema import DELAYED16
 from patrickstar._params.local_shards import LocalShards
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._step.update import DelayedList, Update
-from patrickstar._step.updates import Updates
+from patrickstar._step.update_dispatch import Updates
 from patrickstar._tiers.chunk import Chunk
 
 # [Note: delayed updates]

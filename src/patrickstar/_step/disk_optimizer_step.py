@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 
 from patrickstar._hardware.sigint_gate import interruption_point, uninterruptible
+from patrickstar._hardware.transfer import Deferred, Transfer
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.update_rule import Span
 from patrickstar._params.local_shards import LocalShards
@@ -74,15 +75,15 @@ class DiskOptimizerStep:
         home.begin(update.rules)
         if update.pages:
             self._queue.updates.append(update)
-            self._let_wait(update, partial(self.finish, [update.index]))
+            self._let_wait(update, Deferred(repr(update.param16), partial(self.finish, [update.index])))
         else:
             home.end(update.rules)
 
     @staticmethod
-    def _let_wait(update: Update, finish: Callable[[], None] | None) -> None:
+    def _let_wait(update: Update, deferred: Transfer | None) -> None:
         """Let a chunk wait for an update of its content; None: it has ended."""
         if (chunk := update.home.waiting(update.index)) is not None:
-            chunk.end_deferred = finish
+            chunk.deferred = deferred
 
     def remove(self, update: Update) -> None:
         """Remove an update from the queue. Pages that are read and not updated yet serve later updates."""

@@ -12,9 +12,9 @@ from patrickstar._params.local_shards import LocalShards
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._step.gradient_buffer import BufferedPage, GradientBuffer, by_chunk
 from patrickstar._step.update import Update, give_up
+from patrickstar._step.update_dispatch import Updates
 from patrickstar._step.update_log import LoggedRun, UpdateLog, UpdateRecord
 from patrickstar._step.update_rules import UpdateRules
-from patrickstar._step.updates import Updates
 from patrickstar._tiers.chunk import Chunk
 from patrickstar.config import LockFree
 from patrickstar.errors import TrainingError

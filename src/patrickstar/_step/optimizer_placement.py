@@ -8,8 +8,8 @@ from patrickstar._chunks.tracer import Tracer
 from patrickstar._layout.chunk_mapping import Layout
 from patrickstar._params.local_shards import LocalShards
 from patrickstar._schedule.placement import WARM_UP_PERCENT, ChunkTiers, Tier, home_tiers, margin_chunks
+from patrickstar._step.budgets import optimizer_room_bytes
 from patrickstar._step.optimizer_step import OptimizerStep
-from patrickstar._step.tier_planning import optimizer_room_bytes
 
 _log = logging.getLogger(__name__)
 

@@ -16,10 +16,10 @@ from patrickstar._step.lock_free_update import LockFreeUpdates
 from patrickstar._step.staging_pool import StagingPool, StagingSize
 from patrickstar._step.streamed_update import StreamedUpdates
 from patrickstar._step.update import InHostCopy, InPlace, Rules, Update
+from patrickstar._step.update_dispatch import Updates
 from patrickstar._step.update_queue import UpdateQueue
 from patrickstar._step.update_rules import GroupOf, UpdateRules
 from patrickstar._step.update_tiers import UpdateTiers
-from patrickstar._step.updates import Updates
 from patrickstar.config import Delayed, LockFree
 from patrickstar.optim import Optimizer
 

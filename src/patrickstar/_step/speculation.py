@@ -114,9 +114,9 @@ class Speculation:
         """Start updates of complete chunks."""
         if self.assumption is None:
             return
-        if self._host is not None and self._host.memory.withdrawn:
-            self.assumption.candidates[:0] = self._host.memory.withdrawn
-            self._host.memory.withdrawn.clear()
+        if self._host is not None and self._host.withdrawn:
+            self.assumption.candidates[:0] = self._host.withdrawn
+            self._host.withdrawn.clear()
         if self.assumption.candidates:
             self._start(self.assumption)
 

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from functools import partial
 
 from patrickstar._hardware.sigint_gate import interruption_point
-from patrickstar._hardware.transfer import Transfer
+from patrickstar._hardware.transfer import Deferred, Transfer
 from patrickstar._step.update import Update
 from patrickstar._tiers.chunk import Copy
 
 # [Note: running updates]
 # `optimizer.step()` starts updates and returns. An update counts as running until the training thread has finished it:
 # at the end of an operator if it has ended by then, or before whatever looks at its parameters. The chunks that it
-# reads or writes may be chosen for any move meanwhile, and it is finished before they move (`Copy.end_update`): no
+# reads or writes may be chosen for any move meanwhile, and it is finished before they move (`Copy.update`): no
 # choice of chunks depends on the speed of a thread.
 #
 # One thread runs updates in the order in which the next forward uses the parameters, as far as it is known: the step
@@ -84,6 +84,8 @@ class _RunningPart:
     update: Update
     copies: Sequence[Copy]
     finish: Callable[[], None]
+    end: Transfer
+    """What whoever needs one of the copies waits for."""
 
     @property
     def on_disk(self) -> bool:
@@ -108,9 +110,10 @@ class UpdateQueue:
             copies: What it uses.
             finish: Called in place of `running.wait`.
         """
-        self._parts[running] = _RunningPart(update, copies, finish)
+        end = Deferred(running.label, partial(self.finish_one, running))
+        self._parts[running] = _RunningPart(update, copies, finish, end)
         for copy in copies:
-            copy.end_update = partial(self.finish_one, running)
+            copy.update = end
 
     def runs(self, *, on_disk: bool) -> bool:
         """Return whether any update in memory, or page of one on disk, runs."""
@@ -176,6 +179,5 @@ class UpdateQueue:
     def _remove(self, running: Transfer) -> _RunningPart:
         part = self._parts.pop(running)
         for copy in part.copies:
-            later = [running for running, other in self._parts.items() if copy in other.copies]
-            copy.end_update = partial(self.finish_one, later[-1]) if later else None
+            copy.update = next((other.end for other in reversed(self._parts.values()) if copy in other.copies), None)
         return part

@@ -20,8 +20,8 @@ from patrickstar._tiers.host_arena import ArenaBlock
 #
 # [Note: users of a copy]
 # Copies to and from other tiers, updates, page I/O and checkpoint writers use the memory of a copy beside the training
-# thread. Each is registered where it uses memory, and whoever reads or writes that memory (`Copy.settle`), frees or
-# moves it (`Copy.vacate`), waits for it. What an accelerator copies stays registered, for the host, once the device's
+# thread. Each is registered, as a `Transfer`, where it uses memory, and whoever reads or writes that memory, frees or
+# moves it waits for it: `Copy.settle`. What an accelerator copies stays registered, for the host, once the device's
 # work has been ordered after it. An update that ends may change which copies are valid, and exchange their memory.
 
 
@@ -82,7 +82,7 @@ _wait: Callable[[Transfer], None] = methodcaller("wait")
 class Copy:
     """Copy of a chunk in the memory of one tier."""
 
-    __slots__ = "end_save", "end_update", "flats", "present", "reader", "valid", "writer"
+    __slots__ = "flats", "present", "reader", "save", "update", "valid", "writer"
 
     def __init__(self) -> None:
         self.present = False
@@ -95,36 +95,27 @@ class Copy:
         """Copy from another tier that writes it; on the device a fetch in flight."""
         self.reader: Transfer | None = None
         """Last copy to another tier that reads it; on the device an eviction in flight, which frees it."""
-        self.end_update: Callable[[], None] | None = None
-        """Ends the running update that uses it. See [Note: running updates]."""
-        self.end_save: Callable[[], None] | None = None
-        """Ends the reads of a checkpoint writer."""
+        self.update: Transfer | None = None
+        """Running update that uses it. See [Note: running updates]."""
+        self.save: Transfer | None = None
+        """Reads of a checkpoint writer."""
 
-    def settle(self, *, write: bool = False, wait: Callable[[Transfer], None] = _wait) -> None:
-        """Wait until the host can read what other tiers write to it; `write`: until it can write."""
+    def settle(self, *, write: bool = False, move: bool = False, wait: Callable[[Transfer], None] = _wait) -> None:
+        """Wait until the host can read what other tiers write to it.
+
+        `write`: until it can write; `move`: until nothing uses the memory, which is about to be freed or moved.
+        """
+        if move and self.update is not None:
+            self.update.wait()
         if self.writer is not None:
             wait(self.writer)
             self.writer = None
-        if write and self.reader is not None:
+        if (write or move) and self.reader is not None:
             wait(self.reader)
             self.reader = None
-
-    def vacate(self) -> None:
-        """Wait until nothing uses its memory, which is about to be freed or moved."""
-        self.finish_update()
-        self.settle(write=True)
-        self.finish_save()
-
-    def finish_update(self) -> None:
-        """Finish the running update that uses it, if any."""
-        if self.end_update is not None:
-            self.end_update()
-
-    def finish_save(self) -> None:
-        """Wait until no checkpoint writer reads it."""
-        if self.end_save is not None:
-            self.end_save()
-            self.end_save = None
+        if move and self.save is not None:
+            self.save.wait()
+            self.save = None
 
 
 class HostCopy(Copy):
@@ -190,8 +181,8 @@ class Chunk:
         self.nbytes = numel * ITEMSIZE[dtype]
         self.whole = Region(0, (numel,), (1,))
         self.device, self.host, self.disk = Copy(), HostCopy(), DiskCopy()
-        self.end_deferred: Callable[[], None] | None = None
-        """Ends the queued update of the parameters or gradients in it. See [Note: deferred updates]."""
+        self.deferred: Transfer | None = None
+        """Queued update of the parameters or gradients in it. See [Note: deferred updates]."""
         self.memory = device_memory(self.nbytes, device, page_pool)
         self.storage = self.memory.storage
         self.refusal = ""
@@ -293,25 +284,20 @@ class Chunk:
     @property
     def updating(self) -> bool:
         """True while an update uses a copy in memory."""
-        return self.device.end_update is not None or self.host.end_update is not None
+        return self.device.update is not None or self.host.update is not None
 
     def finish_update(self) -> None:
         """Finish the update that uses a copy in memory, if any, before the chunk moves."""
-        if self.device.end_update is not None:
-            self.device.end_update()
-        if self.host.end_update is not None:
-            self.host.end_update()
+        if self.device.update is not None:
+            self.device.update.wait()
+        if self.host.update is not None:
+            self.host.update.wait()
 
     def complete_update(self) -> None:
         """Finish the update of its content, running or deferred."""
         self.finish_update()
-        if self.end_deferred is not None:
-            self.end_deferred()
-
-    def finish_save(self) -> None:
-        """Wait until no checkpoint writer reads this chunk's memory."""
-        self.device.finish_save()
-        self.host.finish_save()
+        if self.deferred is not None:
+            self.deferred.wait()
 
     def allocate_device(self) -> None:
         if self.refusal:

@@ -102,7 +102,7 @@ class DeviceTier:
             self.timeline.allocated(chunk, Tier.DEVICE)
 
     def free(self, chunk: Chunk) -> None:
-        chunk.device.finish_save()
+        chunk.device.settle(move=True)
         chunk.free_device(self.poison)
         self.moved.add(chunk)
         self.used -= chunk.nbytes

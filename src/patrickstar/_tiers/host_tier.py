@@ -11,18 +11,9 @@ from patrickstar._layout.byte_size import format_size
 from patrickstar._schedule.placement import Tier
 from patrickstar._tiers.chunk import Chunk, fill_poison
 from patrickstar._tiers.host_arena import ALIGN_BYTES, ArenaBlock, HostArena
+from patrickstar._tiers.spare_memory import SpareMemory, SpareUse
 from patrickstar._tiers.timeline import Timeline
 from patrickstar.errors import BudgetError
-
-# [Note: spare blocks]
-# A spare block holds the results of an update before it is known whether they count: they may become the host copy of
-# a chunk (`replace_block`), or be given up at any time. Spare blocks take what the budget leaves beside all that the
-# last step needed, and no more than their job can use (`spare_use_bytes`). They are released before anything else lacks
-# room.
-#
-# Memory for them is added as they ask for it, since on a GPU all of it is page-locked, used or not. Each piece is as
-# large as all before together: few pieces, which are quick to lock and to search, and never more than twice what was
-# asked for, nor more than their job can use.
 
 
 class HostTier:
@@ -55,8 +46,7 @@ class HostTier:
         self.spare_peak = 0
         self.spare_use_bytes = 0
         """The most bytes that spare blocks can be used for; whoever uses them says how many."""
-        self.reclaim: Callable[[], bool] = lambda: False
-        """Releases some spare blocks, as early as their job can be ended; False if there are none."""
+        self.spare = SpareMemory()
         self._needed_peak = 0
         """Peak of `used` and `other_bytes` together since the last reset."""
         self._last_needed_peak = 0
@@ -109,14 +99,14 @@ class HostTier:
         `in_order`: without a wait for copies of the device, which the memory is used again after.
         """
         if in_order:
-            chunk.host.finish_save()
-            copies = [copy for copy in (chunk.host.reader, chunk.host.writer) if copy is not None]
-            for copy in copies[:-1]:
-                copy.wait()
-            self._free_block(self._detach(chunk), copies[-1] if copies else None)
-            chunk.host.reader = chunk.host.writer = None
+            last = chunk.host.writer or chunk.host.reader
+            for use in (chunk.host.save, chunk.host.reader):
+                if use is not None and use is not last:
+                    use.wait()
+            self._free_block(self._detach(chunk), last)
+            chunk.host.save = chunk.host.reader = chunk.host.writer = None
             return
-        chunk.host.vacate()
+        chunk.host.settle(move=True)
         assert chunk.host.memory is not None
         if self.poison:
             fill_poison(chunk.host.memory)
@@ -127,11 +117,9 @@ class HostTier:
         """Return True if `nbytes` more fit, after freeing spare blocks and duplicate copies of chunks as needed."""
         if self._short_bytes(nbytes) > 0:
             return False
-        while self.free_bytes < nbytes and self.spare_bytes and self.reclaim():
+        while self.free_bytes < nbytes and self.spare_bytes and self._reclaim():
             pass
-        for chunk in sorted(
-            self._droppable(), key=lambda chunk: chunk.host.end_update is not None
-        ):  # these wait for it
+        for chunk in sorted(self._droppable(), key=lambda chunk: chunk.host.update is not None):  # these wait for it
             if self.free_bytes >= nbytes:
                 break
             self.free(chunk)
@@ -183,19 +171,20 @@ class HostTier:
         needed = max(self._last_needed_peak, self._needed_peak)
         return max(0, min(self.spare_use_bytes, self.budget_bytes - needed))
 
-    def allocate_spare(self, sizes: Sequence[int]) -> list[ArenaBlock] | None:
-        """Allocate spare blocks of these bytes; None if they would exceed the limit. See [Note: spare blocks]."""
+    def allocate_spare(self, sizes: Sequence[int]) -> bool:
+        """Allocate spare blocks of these bytes. Return False if they would exceed the limit."""
         nbytes = sum(sizes)
         if self.spare_bytes + nbytes > self.spare_limit_bytes:
-            return None
+            return False
         self._free_released(wait=False)
         blocks = self._fit_all(sizes)
         if blocks is None and self._grow_for_spare(nbytes):
             blocks = self._fit_all(sizes)
         if blocks is not None:
+            self.spare.add(blocks)
             self.spare_bytes += nbytes
             self._note_peaks()
-        return blocks
+        return blocks is not None
 
     def _fit_all(self, sizes: Sequence[int]) -> list[ArenaBlock] | None:
         """Allocate blocks in the gaps that there are; None if one does not fit. Closing gaps would wait for copies.
@@ -225,11 +214,25 @@ class HostTier:
         self.arenas.append(self._spare_arenas[-1])
         return True
 
-    def release_spare(self, block: ArenaBlock) -> None:
-        """Release a spare block that no job uses any more."""
-        self.spare_bytes -= block.nbytes
-        self._free_block(block)
-        self.note_other()
+    def release_spare(self, use: SpareUse | None = None) -> bool:
+        """Release the blocks of an update that has ended or was cancelled, or free ones. Return False without any."""
+        blocks = self.spare.give_back(use)
+        for block in blocks or ():
+            self.spare_bytes -= block.nbytes
+            self._free_block(block)
+            self.note_other()
+        return blocks is not None
+
+    def _reclaim(self) -> bool:
+        """Release spare blocks that no update has taken, else those of the oldest. Return False if there are none."""
+        if self.release_spare():
+            return True
+        for use in self.spare.uses[:1]:
+            assert use.running is not None, "an update takes blocks when it begins"
+            use.running.cancel()
+            self.release_spare(use)
+            return True
+        return False
 
     def replace_block(self, chunk: Chunk, block: ArenaBlock) -> None:
         """Make a spare block, which holds a chunk's new bytes, its host copy, and release the old one.
@@ -244,11 +247,9 @@ class HostTier:
         self.moved.add(chunk)
 
     def exchange_blocks(self, first: Chunk, second: Chunk) -> None:
-        """Exchange the host copies of two chunks of the same size, with the copies that use them."""
+        """Exchange the host copies of two chunks of the same size, with what uses them."""
         assert first.host.block is not None and second.host.block is not None, f"{first} or {second} has no host copy"
         assert first.nbytes == second.nbytes, f"{first} and {second} differ in size"
-        first.host.finish_save()
-        second.host.finish_save()
         self._owners[first.host.block], self._owners[second.host.block] = second, first
         first.host, second.host = second.host, first.host
         self.moved.update((first, second))
@@ -347,7 +348,7 @@ class HostTier:
 
         It waits for the copies of all blocks. Views of moved blocks that are no chunks become invalid.
         """
-        while self.spare_bytes and self.reclaim():
+        while self.spare_bytes and self._reclaim():
             pass
         for copy in self._block_copies.values():
             if not copy.done:
@@ -355,7 +356,7 @@ class HostTier:
         for chunk in list(self._owners.values()):
             chunk.finish_update()
         for chunk in list(self._owners.values()):  # others than before: an update that ends may exchange blocks
-            chunk.host.vacate()
+            chunk.host.settle(move=True)
         self._free_released(wait=True)
         for arena in self.arenas:
             arena.compact()

@@ -112,13 +112,11 @@ class Updates:
         return [] if self.disk is None else self.disk.updated_in_part
 
     def progress(self) -> None:
-        """Advance updates and a running checkpoint save, without waiting."""
+        """Advance updates without waiting."""
         if self.queue.updates:
             self.queue.finish_done(on_disk=False)
         if self.disk is not None:
             self.disk.progress()
-        if self.data.saving is not None:
-            self.data.saving.progress()
 
     def finish_running(self) -> None:
         """Finish the updates that have been started; deferred ones that have not begun stay deferred."""
@@ -132,7 +130,7 @@ class Updates:
         chunks = [managed.shard_chunk for managed in managed_params]
         for chunk in chunks:
             chunk.finish_update()
-        deferred = {chunk.index for chunk in chunks if chunk.end_deferred is not None}
+        deferred = {chunk.index for chunk in chunks if chunk.deferred is not None}
         if deferred and self.disk is not None:
             self.disk.finish(deferred)  # together: pages of one are updated while those of others are read
 

@@ -4,7 +4,7 @@ import pytest
 from probes import set_ram
 
 import patrickstar as ps
-from patrickstar._step.tier_planning import budgets
+from patrickstar._step.budgets import budgets
 from patrickstar._tiers.hardware import Hardware
 from patrickstar.errors import BudgetError
 

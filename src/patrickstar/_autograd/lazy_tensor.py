@@ -8,9 +8,9 @@ from typing import Any, Protocol
 import torch
 from torch.utils import _pytree as pytree
 
+from patrickstar._hardware.sigint_gate import managing
 from patrickstar._hardware.vm_pool import advise_huge, private_memory
 from patrickstar._params.memory_functions import EXPOSING, expose
-from patrickstar._params.modes import managing
 from patrickstar._params.tensor_subclass import ADDRESSES, METADATA, descriptor
 from patrickstar.errors import ModelError
 

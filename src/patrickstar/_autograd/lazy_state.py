@@ -11,7 +11,7 @@ from torch import nn
 
 from patrickstar._autograd.engine_lock import EngineLock
 from patrickstar._autograd.interceptor import Interceptor
-from patrickstar._params.lazy_tensor import LazyTensor
+from patrickstar._autograd.lazy_tensor import LazyTensor
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.tensor_subclass import ManagedTensor, managed_param_of
 
