@@ -20,7 +20,7 @@ MOST_LINES = {
     "_kernels": 2726,
     "_layout": 918,
     "_models": 773,
-    "_params": 3384,
+    "_params": 3396,
     "_perf_model": 2606,
     "_plan": 1673,
     "_report": 962,
