@@ -23,6 +23,9 @@ from . import ranks
 from .test_exactness import CPU, mesh_of, random_config, random_shape
 from .test_loops import Odd
 
+DELAYED = [12, 14, 17, 18]
+"""Seeds of runs whose updates are delayed."""
+
 
 def batches_of(rank, seed):
     generator = torch.Generator().manual_seed(1000 * seed + rank)
@@ -32,6 +35,8 @@ def batches_of(rank, seed):
 def build_of(seed):
     draw = random.Random(seed)
     shape, config = random_shape(draw), random_config(draw)
+    if seed in DELAYED:
+        config = config.model_copy(update={"update": ps.Delayed(after=draw.choice([0, 2, 3]))})
     print(f"seed {seed}: {shape}, {config!r}", flush=True)
     return (Odd, config) if seed % 2 else (shape.build, config)
 
@@ -65,10 +70,11 @@ def save_and_go_on(folder: str, seeds: list[int], replicas: int = 1) -> None:
 
 
 @ranks.joined
-def resume(folder: str, seeds: list[int], same: bool, replicas: int = 1) -> None:
+def resume(folder: str, seeds: list[int], same: bool, replicas: int = 1, crossed: bool = False) -> None:
     """Load checkpoints; runs in each process.
 
-    With the same mesh, train on and compare. With another one, only compare and save again.
+    With the same mesh, train on and compare. With another one, only compare and save again. `crossed`: another one has
+    saved them again, with the user's state of rank 0.
     """
     mesh = mesh_of(replicas)
     for seed in seeds:
@@ -81,18 +87,19 @@ def resume(folder: str, seeds: list[int], same: bool, replicas: int = 1) -> None
         found = engine.load(f"{folder}/{seed}")
         assert found["drawn"] == 2
         assert found["rank"] in (0, rank)
-        saved, expected = torch.load(f"{folder}/expected-{seed}-{found['rank']}")
+        source = rank if crossed else found["rank"]
+        saved, expected = torch.load(f"{folder}/expected-{seed}-{source}")
         ps.testing.assert_same_bits(saved, outcome(engine), "saved state")
         if not same:
             engine.save(f"{folder}/again-{seed}", {"drawn": 2, "rank": found["rank"]})
         else:
-            assert found["rank"] == rank
+            assert source == rank
             found = train(engine, batches_of(rank, seed)[2:]) + outcome(engine)
             ps.testing.assert_same_bits(expected, found, "results after the resume")
         engine.close()
 
 
-SEEDS = [1, 2, 3, 4, 6][: draws(5)]
+SEEDS = [1, 2, 3, 4, 6][: draws(5)] + DELAYED[: draws(16)]
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +127,14 @@ def test_other_numbers_of_processes_load_the_whole_state(checkpoints, size, tmp_
     # The checkpoints that these processes saved are complete as well.
     keep_saved_again(tmp_path, SEEDS)
     ranks.run(1, resume, folder=str(tmp_path), seeds=[seed for seed in SEEDS if seed % 2 == 0], same=False)
+
+
+def test_what_operators_read_while_updates_are_delayed_crosses_numbers_of_processes(checkpoints, tmp_path):
+    shutil.copytree(checkpoints, tmp_path, dirs_exist_ok=True)
+    seeds = [seed for seed in DELAYED if seed in SEEDS and seed % 2 == 0]  # the others draw random numbers
+    ranks.run(3, resume, folder=str(tmp_path), seeds=seeds, same=False)
+    keep_saved_again(tmp_path, seeds)
+    ranks.run(2, resume, folder=str(tmp_path), seeds=seeds, same=True, crossed=True)
 
 
 @pytest.mark.slow

@@ -141,13 +141,6 @@ def test_chunks_that_are_reduced_before_they_are_complete(seeds):
         compare(shape.build, config, script, seed)
 
 
-@ranks.in_processes(2)
-def test_delayed_updates_are_refused():
-    config = ps.Config(device="cpu", update=ps.Delayed())
-    with pytest.raises(ps.errors.ConfigError, match="one process only, and 2 processes share"):
-        ps.Engine(Shape(("mlp",)).build, config, world=World(CPU))
-
-
 class Branches(nn.Module):
     """Model that uses the blocks in `path`, which differs between processes and may be empty."""
 

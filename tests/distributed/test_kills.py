@@ -31,14 +31,15 @@ LOST_PEER = re.compile(r"PeerError|Dist\w*Error|[Cc]onnection")
 END_TIMEOUT_S = 300.0
 
 
-def run_process(folder: str, steps: int) -> None:
+def run_process(folder: str, steps: int, delayed: bool = False) -> None:
     """Train from the newest checkpoint to the end; runs in each process."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if size > 1:
         # A process whose peer was killed before it listened would wait for it for half an hour.
         dist.init_process_group("gloo", timeout=timedelta(seconds=END_TIMEOUT_S / 10))
     torch.manual_seed(0)
-    config = ps.Config(device="cpu", precision="bf16", chunk_size="256KiB", optimizer=ps.AdamW(lr=1e-3))
+    late = {"update": ps.Delayed(after=2)} if delayed else {}
+    config = ps.Config(device="cpu", precision="bf16", chunk_size="256KiB", optimizer=ps.AdamW(lr=1e-3), **late)
     engine, optimizer = ps.initialize(lambda: Model(256, 12), config)  # takes a while to save
     checkpoints = ps.Checkpoints(Path(folder, "run"), keep=2)
     torch.manual_seed(100 + rank)
@@ -58,7 +59,9 @@ def run_process(folder: str, steps: int) -> None:
 
 
 def start(folder: Path, size: int, steps: int) -> list[Any]:
-    return ranks.start(size, run_process, {"folder": str(folder), "steps": steps})
+    """Start the processes; updates are delayed in folders that say so."""
+    options = {"folder": str(folder), "steps": steps, "delayed": "delayed" in folder.name}
+    return ranks.start(size, run_process, options)
 
 
 def losses(folder: Path, size: int) -> list[list[tuple[int, str]]]:
@@ -81,16 +84,16 @@ def ends(folder: Path, size: int) -> list[str]:
     return [(folder / f"end-{rank}").read_text() for rank in range(size)]
 
 
-def check_kills(count: int, processes: int, seed: int, steps: int) -> None:
+def check_kills(count: int, processes: int, seed: int, steps: int, kind: str = "") -> None:
     """Kill `count` times, and compare all losses and final states."""
     draw = random.Random(seed)
     with tempfile.TemporaryDirectory() as root:
-        whole, started = _fresh(Path(root) / "expected"), time.monotonic()
+        whole, started = _fresh(Path(root) / f"expected{kind}"), time.monotonic()
         run_to_the_end(whole, processes, steps, END_TIMEOUT_S)
         whole_s, expected = time.monotonic() - started, [dict(log) for log in losses(whole, processes)]
         assert all(list(log) == list(range(1, steps + 1)) for log in expected)
         print(f"{processes} processes, seed {seed}: {steps} steps in {whole_s:.1f} s without kills", flush=True)
-        folder, kills, starts, resumed = _fresh(Path(root) / "killed"), 0, 0, 0
+        folder, kills, starts, resumed = _fresh(Path(root) / f"killed{kind}"), 0, 0, 0
         while kills < count:
             newest = ps.Checkpoints(folder / "run").newest()
             resumed += newest is not None
@@ -130,7 +133,11 @@ def test_a_few_kills(size):
     check_kills(count=draws(4), processes=size, seed=1, steps=draws(24))
 
 
+def test_kills_while_updates_are_delayed():
+    check_kills(count=draws(3), processes=2, seed=3, steps=draws(24), kind=" delayed")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_hundred_kills(size):
-    check_kills(count=50, processes=size, seed=2, steps=24)
+@pytest.mark.parametrize("size, kind", [(1, ""), (2, ""), (2, " delayed")])
+def test_a_hundred_kills(size, kind):
+    check_kills(count=50, processes=size, seed=2, steps=24, kind=kind)

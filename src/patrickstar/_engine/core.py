@@ -248,7 +248,7 @@ class EngineCore:
                 self.optimizer_step.skip()
             else:
                 self.optimizer_step.run(groups.get, self.gradients.scales)
-            self.sharing.close_step(() if overflow else groups)
+            self.sharing.close_step(() if overflow else groups, late=self.optimizer_step.is_late)
             self.gradients.drop()
             self.optimizer_step.end_step(() if overflow else param_groups)
             self.data.place_embeddings()
@@ -266,8 +266,7 @@ class EngineCore:
         self.optimizer_in_backward.check_inactive("dropping gradients")
         with self.close_on_data_loss():
             self.optimizer_in_backward.speculation.cancel()
-            self.sharing.synchronize_to_drop()
-            if self.gradients.late and any(each.state.has_any_gradient for each in self.shards.managed_params):
+            if self.sharing.synchronize_to_drop() and self.gradients.late:
                 self._flush()
                 self.shards.backwards_in_step = 0
             self.optimizer_step.end_step()  # of one that was interrupted

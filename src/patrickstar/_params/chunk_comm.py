@@ -231,8 +231,10 @@ class ChunkComm:
         if contributes:
             chunk, accumulated = self._manager[PARAM16, index], self.sums.reducing(index)
             gradients = accumulated if accumulated is not None else chunk.on_device(chunk.whole)
-        if self._reduces_in_fp32 and own.dtype.itemsize < ITEMSIZE["float32"]:
-            sum_chunk = self._manager.new_chunk(SUM32, index, own.numel, "float32", Tier.HOST)
+        in_fp32 = self._reduces_in_fp32 and own.dtype.itemsize < ITEMSIZE["float32"]
+        if in_fp32 or any(managed.state.late for managed in self._own_params(index)):
+            dtype = "float32" if in_fp32 else str(own.dtype).removeprefix("torch.")
+            sum_chunk = self._manager.new_chunk(SUM32, index, own.numel, dtype, Tier.HOST)
             return gradients, sum_chunk.current(sum_chunk.whole), sum_chunk
         self._manager.mark_written(own, on_device=own.device.valid)
         for managed in self._own_params(index):

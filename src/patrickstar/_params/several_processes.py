@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from patrickstar._distributed.tensor_json import from_json, to_json
-from patrickstar._layout.schema import KEPT32, PARAM16, PARAM32, SHARD16, SUM32
+from patrickstar._layout.schema import GRAD32, KEPT32, PARAM16, PARAM32, SHARD16, SUM32
 from patrickstar._params.chunk_comm import ChunkComm
 from patrickstar._params.local_shards import LocalShards, follow_written
 from patrickstar._params.managed_param import ManagedParam
@@ -77,6 +77,7 @@ class SeveralProcesses:
         Synchronizes first: a slower rank must still gather the old values.
         """
         shards = self.shards
+        shards.check_writable(managed)
         shards.before_update(managed.location.chunk)
         part = managed.flattened(managed.payload())[managed.shard_slice].clone()
         self.synchronize_processes(Request.WRITE)
@@ -221,12 +222,15 @@ class SeveralProcesses:
         """Return a context for work that every process must do after a synchronization."""
         return self.comm.coordinator.collective_section()
 
-    def synchronize_to_drop(self) -> None:
-        """Synchronize all ranks to discard gradients, unless there were none since the last step."""
+    def synchronize_to_drop(self) -> bool:
+        """Synchronize all ranks to discard gradients, unless a step has left none; return whether there are any."""
         fresh, self._nothing_to_drop = self._nothing_to_drop, False
-        if not fresh or any(managed.state.ready for managed in self.shards.managed_params):
-            self._drop_sums()
-            self.synchronize_processes(Request.DROP)
+        ready = any(managed.state.ready for managed in self.shards.managed_params)
+        if fresh and not ready:
+            return False
+        self._drop_sums()
+        self.synchronize_processes(Request.DROP)
+        return bool(self.comm.world.all_gather(torch.tensor([ready], device="cpu")).any())
 
     def discard_gradients(self) -> None:
         """Discard all gradients on all ranks, and restore the shards that they replaced."""
@@ -316,22 +320,27 @@ class SeveralProcesses:
 
     def _store_zero_gradient(self, managed: ManagedParam) -> None:
         """Give this rank's shard the gradient zero: other processes have one for their part of the parameter."""
-        if managed.location.numel:
+        if managed.location.numel and managed.state.late:
+            zeros = torch.zeros(managed.location.numel, device="cpu")
+            self.shards.ensure_list(managed)
+            self.shards.add_to(self.manager[GRAD32, managed.chunk.index], managed, zeros, on_device=False)
+        elif managed.location.numel:
             self.comm.restore_shard(managed.chunk.index)
             managed.flat(managed.shard_chunk).zero_()
             self.manager.mark_written(managed.shard_chunk, on_device=managed.shard_chunk.device.valid)
             managed.state.reduced = True
 
-    def close_step(self, updated: Iterable[ManagedParam]) -> None:
+    def close_step(self, updated: Iterable[ManagedParam], *, late: bool) -> None:
         """Finish an optimizer step: drop gathered chunks, which are stale.
 
-        `updated`: parameters in a param group; empty if the update was skipped.
+        `updated`: parameters in a param group; empty if the update was skipped. `late`: operators read them later.
         """
         updated_set = set(updated)
         for managed in self.shards.managed_params:
             if managed.state.ready and managed in updated_set and not managed.location.numel:
                 managed.begin_update()
                 self.shards.end_update((managed,))
+                managed.state.late = late
             managed.state.ready = managed.state.reducing = False
         self.drop_gathered(index for index, params in self.shards.by_chunk.items() if params[0].schema.trained)
         self._nothing_to_drop = True

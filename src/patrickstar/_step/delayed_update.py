@@ -51,8 +51,8 @@ class DelayedUpdates:
     def staleness(self) -> tuple[float, int]:
         """Number of updates that the parameters do not contain yet: mean over their elements, and maximum."""
         trained = [managed for managed in self.data.managed_params if managed.schema.trained]
-        late = sum(managed.location.numel for managed in trained if managed.state.late)
-        return late / max(1, sum(managed.location.numel for managed in trained)), min(late, 1)
+        late = sum(managed.numel for managed in trained if managed.state.late)
+        return late / max(1, sum(managed.numel for managed in trained)), min(late, 1)
 
     def list_of(self, index: int) -> Chunk:
         """Return the chunk of delayed gradients of an index."""
@@ -96,11 +96,10 @@ class DelayedUpdates:
             rules: Rules of the parameters whose gradients are to be used.
             listed: Those of them whose gradients are to be in the gradient list, not in `delayed16`.
         """
-        managed_params = [managed for managed in self.data.by_chunk[index] if managed.location.numel]
-        if self._exchange_whole(index, rules, managed_params):
+        if self._exchange_whole(index, rules):
             self._delay(rules)
             return
-        for managed in managed_params:
+        for managed in self.data.by_chunk[index]:
             if managed in listed:
                 if managed.overlays_shard:
                     self.data.list_gradient(managed)
@@ -111,7 +110,6 @@ class DelayedUpdates:
                 self._publish(managed)
                 continue
             self._delay([managed])
-        self._delay([managed for managed in rules if not managed.location.numel])
 
     def _delay(self, managed_params: Collection[ManagedParam]) -> None:
         self.data.end_update(managed_params)
@@ -135,14 +133,13 @@ class DelayedUpdates:
         torch.autograd.graph.increment_version(managed.param)
         managed.state.late = True
 
-    def _exchange_whole(
-        self, index: int, rules: Mapping[ManagedParam, Rule], managed_params: list[ManagedParam]
-    ) -> bool:
+    def _exchange_whole(self, index: int, rules: Mapping[ManagedParam, Rule]) -> bool:
         """Exchange a chunk with its list on the host, by exchanging their memory. Return False if that can't be done.
 
         Every parameter in the chunk must have a gradient in its place, and newer values in the list.
         """
         delayed = self.list_of(index)
+        managed_params = [managed for managed in self.data.by_chunk[index] if managed.location.numel]
         if delayed.device.valid or not delayed.host.valid or not managed_params:
             return False
         if not all(

@@ -47,14 +47,14 @@ class FullState:
         self.writes += 1
         with deferring_sigint(), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             self._optimizer_step.complete()
+            self.sharing.synchronize_processes(Request.WRITE)
             self._optimizer_step.flush()
             self.shards.before_update(managed.location.chunk)
-            self.sharing.synchronize_processes(Request.WRITE)
-            if kind != managed.full_kind:
+            if kind == managed.full_kind:
+                self.sharing.restore_params((managed,))
+                self.state.assign(managed, value)
+            else:
                 self.state.write(managed, kind, value)
-                return
-            self.sharing.restore_params((managed,))
-            self.state.assign(managed, value)
             self.sharing.drop_gathered()
 
     def follow_write(self, managed: ManagedParam, values: torch.Tensor | None = None) -> None:
