@@ -322,15 +322,15 @@ class LocalShards:
 
     def ensure_list(self, managed: ManagedParam) -> None:
         """Allocate the gradient-list chunk of a parameter if needed."""
-        index = managed.location.chunk
-        if (GRAD32, index) not in self.manager.chunks:
-            self.add_gradient_list(managed, self._grad_list_tier(managed, self.manager[PARAM32, index]))
+        if (GRAD32, managed.location.chunk) not in self.manager.chunks:
+            self.add_gradient_list(managed, self.grad_list_tier(managed))
 
-    def _grad_list_tier(self, managed: ManagedParam, master_chunk: Chunk) -> Tier:
+    def grad_list_tier(self, managed: ManagedParam) -> Tier:
         """Return the tier for a gradient-list chunk: the masters' tier, or disk if the host has no room.
 
         With several processes one that needs no eviction, since an eviction may wait for other ranks.
         """
+        master_chunk = self.manager[PARAM32, managed.location.chunk]
         if master_chunk.device.valid:
             cache, device = self.manager.cache, self.manager.device_tier
             room_bytes = 0 if cache.evict_everything else device.soft_chunkable_bytes - device.used - cache.queued_bytes
