@@ -14,7 +14,7 @@ from distributed import ranks
 from distributed.reference import AveragingTrainer
 from distributed.test_exactness import mesh_of, random_config, random_shape
 from sampling import draws
-from toys import train
+from toys import inputs, layers, mean_square, train
 
 import patrickstar as ps
 from patrickstar._distributed.process_group import World
@@ -155,3 +155,39 @@ def test_a_collective_ends_with_its_peer():
     ended = ranks.wait(ranks.start(2, waits), WITHIN_S)
     assert ended[1].code == -signal.SIGKILL
     assert ended[0].code == 1 and "PeerError: rank 1 (process" in ended[0].text, ended[0].text[-3000:]
+
+
+def moves_nothing(clips: bool, precision: str, reduce_dtype: str) -> None:
+    """Train until all is planned and fits; runs in each process."""
+    import strict_device
+
+    dist.init_process_group("gloo")
+    world = World(torch.device("strict", 0))
+    strict_device.configure(seed=world.rank)
+    budgets = {"chunk_size": "16KiB", "device_memory": "8MiB", "host_memory": "8MiB"}
+    config = ps.Config(device="strict", precision=precision, reduce_dtype=reduce_dtype, **budgets)
+    torch.manual_seed(0)
+    hooks = dict(poison=True, meter=ps.testing.NoMeter())
+    engine = ps.Engine(lambda: layers(64, 8, torch.nn.Tanh, bias=False), config, world=world, **hooks)
+    for (batch,) in inputs(6, 64, seed=world.rank):
+        batch, copied_bytes = batch.to("strict"), strict_device.copied_bytes()
+        engine.backward(mean_square(engine(batch)))
+        if clips:
+            engine.clip_grad_norm_(1.0)
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+        copied_bytes = strict_device.copied_bytes() - copied_bytes
+    last, count = engine.stats.last, 8 * 64 * 64 // 2  # of each process: 2 (p - 1) / p M
+    assert (last.h2d_bytes, last.d2h_bytes, copied_bytes, last.evictions) == (0, 0, 0, 0), (last, copied_bytes)
+    itemsize, wide = 4 if precision == "fp32" else 2, precision == "fp32" or reduce_dtype == "fp32"
+    assert (last.gathered_bytes, last.reduced_bytes) == (itemsize * count, (4 if wide else 2) * count), last
+    engine.close(keep=False)
+    dist.destroy_process_group()
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("reduce_dtype", ["16-bit", "fp32"])
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+def test_a_step_of_what_fits_copies_nothing_between_host_and_device(clips, precision, reduce_dtype):
+    ranks.run(2, moves_nothing, clips=clips, precision=precision, reduce_dtype=reduce_dtype)

@@ -181,6 +181,22 @@ def uncounted() -> Iterator[None]:
         extension.set_worker_thread(False)
 
 
+@contextmanager
+def in_collective() -> Iterator[None]:
+    """Return a context in which neither waits nor copied bytes of the calling thread are counted."""
+    extension.set_in_collective(True)
+    try:
+        with uncounted():
+            yield
+    finally:
+        extension.set_in_collective(False)
+
+
+def copied_bytes() -> int:
+    """Return the bytes copied between host and device so far: all but values of at most 256 bytes, and collectives."""
+    return int(extension.copied_bytes())
+
+
 def host_waits() -> int:
     """Return how often threads, but for worker threads, have waited for copies, events and streams of the device."""
     waits = extension.host_waits()
@@ -248,5 +264,5 @@ UNLIMITED = (1 << 63) - 1
 _set_limits: dict[int, int] = {}
 _limits = [_new_limits(index) for index in range(extension.DEVICES)]
 
-process_group.register(uncounted)
+process_group.register(in_collective)
 Hardware.new_accelerator = staticmethod(_new_accelerator)  # type: ignore[method-assign]

@@ -35,8 +35,9 @@ class StrictProcessGroup(dist.ProcessGroup):
         with self._uncounted():
             copies = [tensor.cpu().pin_memory() for tensor in tensors]
         yield copies
-        for tensor, copy in zip(tensors, copies, strict=True):
-            tensor.copy_(copy, non_blocking=True)
+        with self._uncounted():
+            for tensor, copy in zip(tensors, copies, strict=True):
+                tensor.copy_(copy, non_blocking=True)
 
     def all_gather_single(self, output: torch.Tensor, own: torch.Tensor, options: Any = None) -> dist._Work:
         with self._on_host(output, own) as (whole, part):
@@ -67,7 +68,8 @@ class StrictProcessGroup(dist.ProcessGroup):
         for part in parts:
             total += part
         own = total.view(self.size(), -1)[self.rank()].to(whole.dtype).pin_memory()
-        output.view(-1).copy_(own, non_blocking=True)
+        with self._uncounted():
+            output.view(-1).copy_(own, non_blocking=True)
         return _Done()
 
     def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> dist._Work:
@@ -94,7 +96,7 @@ class StrictProcessGroup(dist.ProcessGroup):
 
 
 def register(uncounted: Callable[[], Any]) -> None:
-    """Make it the default backend of strict devices; `uncounted` returns a context whose waits are not counted."""
+    """Make it the default backend of strict devices; `uncounted` returns a context that counts no waits or copies."""
 
     def create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> StrictProcessGroup:
         return StrictProcessGroup(store, rank, size, timeout, uncounted)

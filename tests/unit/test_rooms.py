@@ -25,7 +25,7 @@ MOST_LINES = {
     "_plan": 1673,
     "_report": 962,
     "_schedule": 1191,
-    "_step": 4742,
+    "_step": 4740,
     "_tiers": 2042,
     "integrations": 3999,
     "optim": 896,

@@ -232,8 +232,8 @@ class Interceptor:
         ]:
             with managing():
                 for managed in dict.fromkeys(managed for tensor in written for managed in tensor._managed_params):
-                    self.full_state.follow_write(managed, copied)
                     self.data_attribute.follow(managed)
+                    self.full_state.follow_write(managed, copied)
         if func is not F.embedding:  # its backward reads only the indices
             self.track_outputs(out, managed_params, before, held)
         if timed is not None:  # after the hooks that open its window

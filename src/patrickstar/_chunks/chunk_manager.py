@@ -137,11 +137,10 @@ class ChunkManager:
 
     def drop(self, chunk: Chunk) -> None:
         """Discard the gradients in a sharded chunk; free its device memory, or gather it again if it is pinned."""
+        if chunk.pins:
+            return self.regather(chunk)
         chunk.shards_valid = True
-        if not chunk.pins:
-            self.device_tier.free(chunk)
-        else:
-            self.transfers.start_regather(chunk)
+        self.device_tier.free(chunk)
 
     def regather(self, chunk: Chunk) -> None:
         """Gather a sharded chunk again, into the device memory that it has."""
@@ -154,8 +153,8 @@ class ChunkManager:
         for index in indices:
             chunk = self.param16[index]
             if chunk.sharded:
-                if chunk in self.transfers.in_flight:
-                    self.transfers.complete(chunk)
+                self.transfers.complete(chunk)
+                self.cache.withdraw_hold(chunk)
                 if chunk.device.present:
                     self.device_tier.free(chunk)
                 chunk.shards_valid = True
@@ -254,8 +253,7 @@ class ChunkManager:
             return False
         if not chunk.device.valid and not chunk.host.valid:
             return False
-        if chunk.held:
-            self.cache.withdraw_hold(chunk)  # its device memory is filled anew
+        self.cache.withdraw_hold(chunk)  # its device memory is filled anew
         self.transfers.exchange(chunk, other)
         return True
 

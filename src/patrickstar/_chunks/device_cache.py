@@ -127,7 +127,7 @@ class DeviceCache:
         """Do the same, but trim no unused pages; return the part of the soft limit left for chunks."""
         soft_chunkable = self.device_tier.soft_chunkable_bytes
         soft_limit = 0 if self.evict_everything else soft_chunkable
-        queued = self._queued_bytes if self._fetch_queue else 0
+        queued = self.queued_bytes if self._fetch_queue else 0
         if self.device_tier.used + queued + nbytes > soft_limit:
             self._evict_until(nbytes, soft_limit, set(protect), later_bytes, gently)
         return soft_chunkable
@@ -166,7 +166,7 @@ class DeviceCache:
         Those that are held for the iteration go last.
         """
         limit = self.device_tier.chunkable_bytes - nbytes
-        if self.device_tier.used + self._queued_bytes <= limit:
+        if self.device_tier.used + self.queued_bytes <= limit:
             return
         protected = set(protect)
         self._evict_params(self._evictable(protected), limit)
@@ -192,10 +192,11 @@ class DeviceCache:
             self.held.append(chunk)
 
     def withdraw_hold(self, chunk: Chunk) -> None:
-        """Unpin a held chunk before the iteration ends."""
-        chunk.held = False
-        chunk.pins -= 1
-        self.held.remove(chunk)
+        """Unpin a chunk before the iteration ends, if it is held."""
+        if chunk.held:
+            chunk.held = False
+            chunk.pins -= 1
+            self.held.remove(chunk)
 
     def withdraw_holds(self) -> None:
         """Unpin all held chunks."""
@@ -209,7 +210,7 @@ class DeviceCache:
         for chunk in list(reversed(self.held)):  # an update that ends withdraws the hold on its chunk
             if self._bytes_after_transfers <= target_bytes:
                 break
-            if chunk.held and chunk.pins == 1 and chunk not in protected:
+            if chunk.held and chunk.pins == 1 and chunk not in protected and not chunk.has_gradients:
                 self.withdraw_hold(chunk)
                 self._evict(chunk)
 
@@ -267,7 +268,7 @@ class DeviceCache:
         self.io_dispatch.counters.memory_retries += 1
 
     @property
-    def _queued_bytes(self) -> int:
+    def queued_bytes(self) -> int:
         return sum(chunk.nbytes for chunk in self._fetch_queue)
 
     @property
@@ -275,7 +276,7 @@ class DeviceCache:
         """Bytes of chunks on the device once all evictions in flight and all queued fetches are complete."""
         nbytes = self.device_tier.used
         if self.transfers.in_flight or self._fetch_queue:
-            nbytes += self._queued_bytes - self.transfers.evicting_bytes
+            nbytes += self.queued_bytes - self.transfers.evicting_bytes
         return nbytes
 
     def forget(self, chunk: Chunk) -> None:

@@ -87,13 +87,17 @@ class Tracer:
     def begin_iteration(self, key: Hashable) -> bool:
         """Open an iteration of this kind, unless one is open. Return True if it follows a trace."""
         if self.open_key is None:
-            key = self.linked.common(key) if self.linked is not None else key
+            key = self.common(key)
             if key in self.traces and self._fits_resident(self.traces[key]):
                 self.open_key, self._open_traces, self.cache.now = key, self.traces, -1
                 self._begin_resident(self.traces[key])
             else:
                 self._follow_or_trace(key, self.traces)
         return self.mode is Mode.PLAN
+
+    def common(self, key: Hashable) -> Hashable:
+        """Return the key of linked processes that stands for the keys of all."""
+        return key if self.linked is None else self.linked.common(key)
 
     def _follow_or_trace(self, key: Hashable, traces: dict[Hashable, Trace]) -> None:
         """Open an iteration that follows its trace, if there is one, or records it."""
@@ -113,13 +117,12 @@ class Tracer:
     def begin_planned_evaluation(self, key: Hashable) -> bool:
         """Open a forward without gradients as an iteration of its own, if that lets chunks be fetched early.
 
-        It does where transfers run beside operators, in a single process, and while no step is open, of whose trace the
-        forward would be a part. Return True if it was opened: `end_iteration` ends it.
+        It does where transfers run beside operators, and while no step is open, of whose trace the forward would be a
+        part. Return True if it was opened: `end_iteration` ends it.
         """
-        chunks = self.manager.param16.values()
-        if not self.prefetch_policy.ahead or self.linked is not None or self.open_key is not None:
+        if not self.prefetch_policy.ahead or self.open_key is not None:
             return False
-        if all(chunk.device.present for chunk in chunks) or any(chunk.sharded for chunk in chunks):
+        if all(chunk.device.present for chunk in self.manager.param16.values()):
             return False
         self._follow_or_trace(key, self.evaluation_traces)
         return True
@@ -162,8 +165,6 @@ class Tracer:
         """Return whether the parameters of an iteration fit on the device for its whole length."""
         if not trace.checked or self.meter.counts_freed or self.cache.evict_everything:
             return False
-        if any(self.manager.param16[index].sharded for index in trace.uses):
-            return False
         missing_bytes = sum(chunk.nbytes for chunk in self._missing(trace))
         return trace.peak_non_model_bytes + missing_bytes <= self.manager.device_tier.free_bytes
 
@@ -183,7 +184,7 @@ class Tracer:
     def evaluation_fits(self, key: Hashable) -> bool:
         """Return whether an evaluation of this kind is known to fit beside all parameters."""
         growth, chunks = self.evaluation_growth.get(key), self.manager.param16.values()
-        if growth is None or self.cache.evict_everything or any(chunk.sharded for chunk in chunks):
+        if growth is None or self.cache.evict_everything:
             return False
         missing = sum(chunk.nbytes for chunk in chunks if not chunk.device.present)
         return self.current_non_model_bytes() + growth + missing <= self.manager.device_tier.free_bytes

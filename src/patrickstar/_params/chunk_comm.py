@@ -92,8 +92,7 @@ class ChunkComm:
             if self.transports[chunk.index].alone:
                 self.start_gather(chunk.index, (self.coordinator.group.rank,), False)
             while self._gathering is None:
-                stale = self.transports[chunk.index].stale
-                self.negotiate(Request.REFRESH if stale else Request.GATHER, chunk.index)
+                self.negotiate(Request.REFRESH if self.transports[chunk.index].stale else Request.GATHER, chunk.index)
             return self._gathering
         finally:
             chunk.pins -= 1
@@ -125,8 +124,7 @@ class ChunkComm:
 
     def cancel_reduction(self, index: int) -> None:
         """Withdraw the reduction of a chunk's gradients, unless it has started."""
-        withdrawn = self._unmark_ready(index)
-        if withdrawn is not None:
+        if (withdrawn := self._unmark_ready(index)) is not None:
             withdrawn.collective = CompletedTransfer("nothing")
 
     def synchronize_processes(self, request: Request) -> None:
@@ -214,8 +212,7 @@ class ChunkComm:
     def finish_reduction(self, index: int) -> None:
         """Finish the pending reduction of a chunk and fold it into grad32."""
         self._manager.transfers.settle(self._manager[SHARD16, index])
-        sum_chunk = self._manager.chunks.get((SUM32, index))
-        if sum_chunk is not None:
+        if (sum_chunk := self._manager.chunks.get((SUM32, index))) is not None:
             self._manager.transfers.settle(sum_chunk)
             for managed in self._own_params(index):
                 self._shards.add_to_list(managed, sum_chunk)
@@ -234,11 +231,14 @@ class ChunkComm:
         in_fp32 = self._reduces_in_fp32 and own.dtype.itemsize < ITEMSIZE["float32"]
         if in_fp32 or any(managed.state.late for managed in self._own_params(index)):
             dtype = "float32" if in_fp32 else str(own.dtype).removeprefix("torch.")
-            sum_chunk = self._manager.new_chunk(SUM32, index, own.numel, dtype, Tier.HOST)
-            return gradients, sum_chunk.current(sum_chunk.whole), sum_chunk
-        self._manager.mark_written(own, on_device=own.device.valid)
-        for managed in self._own_params(index):
-            managed.state.reduced = True
+            on_device = self._shards.grad_list_tier(self._shards.by_chunk[index][0]) is Tier.DEVICE
+            own = self._manager.new_chunk(SUM32, index, own.numel, dtype, Tier.DEVICE if on_device else Tier.HOST)
+        else:
+            self._manager.mark_written(own, on_device=own.device.valid)
+            for managed in self._own_params(index):
+                managed.state.reduced = True
+        if contributes and accumulated is None and not own.device.valid:
+            self.counters.d2h_bytes += own.nbytes
         return gradients, own.current(own.whole), own
 
     def _own_params(self, index: int) -> list[ManagedParam]:

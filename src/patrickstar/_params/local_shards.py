@@ -322,20 +322,20 @@ class LocalShards:
 
     def ensure_list(self, managed: ManagedParam) -> None:
         """Allocate the gradient-list chunk of a parameter if needed."""
-        index = managed.location.chunk
-        if (GRAD32, index) not in self.manager.chunks:
-            self.add_gradient_list(managed, self._grad_list_tier(managed, self.manager[PARAM32, index]))
+        if (GRAD32, managed.location.chunk) not in self.manager.chunks:
+            self.add_gradient_list(managed, self.grad_list_tier(managed))
 
-    def _grad_list_tier(self, managed: ManagedParam, master_chunk: Chunk) -> Tier:
+    def grad_list_tier(self, managed: ManagedParam) -> Tier:
         """Return the tier for a gradient-list chunk: the masters' tier, or disk if the host has no room.
 
         With several processes one that needs no eviction, since an eviction may wait for other ranks.
         """
+        master_chunk = self.manager[PARAM32, managed.location.chunk]
         if master_chunk.device.valid:
-            device = self.manager.device_tier
-            has_room = device.used + master_chunk.nbytes <= device.chunkable_bytes
+            cache, device = self.manager.cache, self.manager.device_tier
+            room_bytes = 0 if cache.evict_everything else device.soft_chunkable_bytes - device.used - cache.queued_bytes
             # Whether there are earlier gradients differs between linked processes.
-            evicts = managed.chunk.sharded and (self.manager.cache.decides_alike or not has_room)
+            evicts = managed.chunk.sharded and (cache.decides_alike or master_chunk.nbytes > room_bytes)
             return Tier.HOST if evicts else Tier.DEVICE
         fits = self.manager.disk_tier is None or master_chunk.nbytes <= self.manager.host_tier.free_bytes
         return Tier.HOST if master_chunk.host.valid and fits else Tier.DISK

@@ -56,7 +56,7 @@ class ModelData:
         self.manager.device_tier.note_non_model_bytes()
         self.pin(managed_params)
         if self.residency.active:
-            for chunk in chunks:
+            for chunk in [chunk for chunk in chunks if chunk not in self.sharing.written]:
                 self.manager.cache.hold(chunk)
         if not at_rest and belongs is not None:
             self.manager.cache.poll_transfers()

@@ -1,6 +1,6 @@
 """Gradients of a process that shares its chunks with no other: stored in place of their parameters (§6.2, Figure 7)."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 
 import torch
@@ -166,7 +166,7 @@ class OneProcess:
     def collective_section(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def close_step(self, updated: Iterable[ManagedParam], *, late: bool) -> None: ...
+    def close_step(self, updated: Collection[ManagedParam], *, late: bool) -> None: ...
 
     def drop_gathered(self, indices: Iterable[int] | None = None) -> None: ...
 

@@ -75,6 +75,7 @@ class Residency:
 
     @contextmanager
     def _planned(self, key: Hashable) -> Iterator[None]:
+        key = self.tracer.common(key)
         in_iteration, fits = self.active, self.tracer.evaluation_fits(key)
         if in_iteration:
             reserved_bytes = self.manager.device_tier.non_model_bytes

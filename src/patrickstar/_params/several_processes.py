@@ -1,6 +1,6 @@
 """Chunks that several processes share: each rank owns and updates a shard of every chunk (§7, Algorithms 3 and 4)."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -83,6 +83,8 @@ class SeveralProcesses:
         self.synchronize_processes(Request.WRITE)
         self.comm.transports.invalidate([managed.chunk.index])
         self.written.add(managed.chunk)
+        self.manager.cache.withdraw_hold(managed.chunk)
+        self.drop_written()
         if not managed.location.numel:
             return
         self.comm.restore_shard(managed.chunk.index)  # moves a gradient out of the shard
@@ -112,13 +114,14 @@ class SeveralProcesses:
             self.written.discard(chunk)
             if chunk.device.valid and not chunk.has_gradients and chunk.device.reader is None:
                 self.manager.drop(chunk)
+        self.shards.update_param_views()
 
     def reduce_idle(self, protect: Sequence[Chunk]) -> bool:
         """Reduce chunks with incomplete gradients early, for the memory they use; return whether there were any."""
         idle = [
             chunk.index
             for chunk in self.manager.param16.values()
-            if chunk.has_gradients and chunk.device.reader is None and not chunk.pins and chunk not in protect
+            if chunk.has_gradients and chunk.device.reader is None and chunk.pins == chunk.held and chunk not in protect
         ]
         for index in idle:
             self._reduce_chunk(index, complete=False)
@@ -156,11 +159,9 @@ class SeveralProcesses:
             if managed.param.requires_grad and managed.chunk.device.valid:
                 managed.chunk.shards_valid = False
                 self._overlaid.add(managed.chunk.index)
-        if not self.shards.in_backward:
-            return
-        for index in sorted(self._overlaid):
+        for index in sorted(self._overlaid) if self.shards.in_backward else ():
             managed_params = self.shards.by_chunk[index]
-            if managed_params[0].chunk.pins:
+            if managed_params[0].chunk.pins > managed_params[0].chunk.held:
                 continue
             if self.tracer.linked is not None:
                 trace, now = self.tracer.followed, self.manager.cache.now
@@ -184,10 +185,10 @@ class SeveralProcesses:
         has room: in a second reduction other ranks' gradients of the same parameter would be added in another order.
         Linked processes reduce the same gradients together anyway.
         """
-        managed_params = self.shards.by_chunk[index]
-        chunk = managed_params[0].chunk
+        chunk = self.manager[PARAM16, index]
+        self.manager.cache.withdraw_hold(chunk)
         self._overlaid.discard(index)
-        for managed in managed_params:
+        for managed in self.shards.by_chunk[index]:
             if managed.state.overlays_param:
                 managed.state.submit()
             else:
@@ -208,9 +209,8 @@ class SeveralProcesses:
         self.manager[KEPT32, index].host.reader = self.comm.request_reduction(self.manager[PARAM16, index])
 
     def _reduce_sums(self) -> None:
-        for index in self.sums.indices():
-            if self.sums.has(index):
-                self._reduce_sum(index)
+        for index in filter(self.sums.has, self.sums.indices()):
+            self._reduce_sum(index)
 
     def _drop_sums(self) -> None:
         """Drop gradients that are accumulated on this rank; cancel or finish their reductions first."""
@@ -330,14 +330,13 @@ class SeveralProcesses:
             self.manager.mark_written(managed.shard_chunk, on_device=managed.shard_chunk.device.valid)
             managed.state.reduced = True
 
-    def close_step(self, updated: Iterable[ManagedParam], *, late: bool) -> None:
+    def close_step(self, updated: Collection[ManagedParam], *, late: bool) -> None:
         """Finish an optimizer step: drop gathered chunks, which are stale.
 
         `updated`: parameters in a param group; empty if the update was skipped. `late`: operators read them later.
         """
-        updated_set = set(updated)
         for managed in self.shards.managed_params:
-            if managed.state.ready and managed in updated_set and not managed.location.numel:
+            if managed.state.ready and managed in updated and not managed.location.numel:
                 managed.begin_update()
                 self.shards.end_update((managed,))
                 managed.state.late = late

@@ -60,8 +60,7 @@ class SparePages(SpareHome):
             manager.disk_tier.swap_spare(chunk)
             chunk.version += 1
         manager.disk_tier.swap_spare(update.param16)
-        if update.param16.held:
-            manager.cache.withdraw_hold(update.param16)  # its device memory is freed
+        manager.cache.withdraw_hold(update.param16)  # its device memory is freed
         manager.transfers.disk_renewed(update.param16)
         self.data.end_update(update.rules)
         self.data.update_param_views()

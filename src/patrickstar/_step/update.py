@@ -284,8 +284,7 @@ class InPlace(Home):
 
     def _renew(self, chunk: Chunk, *, urgent: bool) -> None:
         """Make the host copy of a chunk, which an update has written, the valid one."""
-        if chunk.held:
-            self.data.manager.cache.withdraw_hold(chunk)  # its device memory is filled anew, or freed
+        self.data.manager.cache.withdraw_hold(chunk)  # its device memory is filled anew, or freed
         self.data.manager.transfers.host_renewed(chunk, urgent)
 
 

@@ -35,6 +35,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     found["op"] = waits.op;
     return found;
   });
+  m.def("copied_bytes", &strict::copied_bytes);
+  m.def("set_in_collective", &strict::set_in_collective);
   m.def("reset_host_waits", &strict::reset_host_waits);
   m.def("pending_tasks", &strict::pending_tasks);
   m.def("seed", [](int index, uint64_t seed) {

@@ -375,6 +375,7 @@ at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool no
   }
   auto* begin = static_cast<char*>(host.data_ptr());
   size_t nbytes = at::detail::computeStorageNbytes(host.sizes(), host.strides(), host.element_size());
+  if (nbytes > 256) count_copied(nbytes);
   bool locked = is_registered(begin, nbytes);
   if (non_blocking && locked && alike) {
     bool write = on_device(source);

@@ -1,3 +1,4 @@
+#include <atomic>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -315,6 +316,17 @@ void reset_host_waits() {
   std::lock_guard lock(mutex);
   waits = HostWaits{};
 }
+
+std::atomic<int64_t> copied{0};
+thread_local bool in_collective = false;
+
+void count_copied(size_t nbytes) {
+  if (!in_collective) copied += static_cast<int64_t>(nbytes);
+}
+
+int64_t copied_bytes() { return copied; }
+
+void set_in_collective(bool is_in_collective) { in_collective = is_in_collective; }
 
 void set_worker_thread(bool is_worker) { worker_thread = is_worker; }
 

@@ -97,4 +97,9 @@ void reset_host_waits();
 void set_worker_thread(bool is_worker);
 int64_t pending_tasks();
 
+// Bytes copied between host and device, but for small values and what threads copy inside of collectives.
+void count_copied(size_t nbytes);
+int64_t copied_bytes();
+void set_in_collective(bool is_in_collective);
+
 }  // namespace strict
