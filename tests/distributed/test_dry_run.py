@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from laws.models import config, smallest_device_bytes
 from laws.test_dry_run import LAPTOP
+from laws.test_three_tiers_traffic import steps
 from sampling import nightly
 from torch import nn
 from toys import batches, layers, mean_square
@@ -27,14 +28,17 @@ from patrickstar.errors import ConfigError, PatrickStarError
 
 from . import ranks
 from .test_exactness import CPU, mesh_of, random_shape
+from .test_shards_on_disk import PAGE_BYTES, least_host_bytes, wide_shape
 
 STEPS = 4
 UNEQUAL = ("stall_s", "library_resident_peak_bytes", "host_peak_speculative_bytes")
 """Statistics that are times, of the process, or of the speed of threads."""
 
 
-def results(engine, accumulation, max_norm):
-    """Train a step with the given engine and return its statistics, but for times."""
+def results(engine, accumulation, max_norm, folder=None):
+    """Train a step with the given engine and return its statistics, but for times; with a disk those of transfers."""
+    if folder is not None:
+        return dict(enumerate(steps(engine, 1)[0][0]))
     for number, batch in enumerate(batches(accumulation), start=1):
         engine.backward(engine(*batch) / accumulation, accumulate=number < accumulation)
     if max_norm is not None:
@@ -45,12 +49,13 @@ def results(engine, accumulation, max_norm):
 
 
 @ranks.joined
-def compare(seeds: list[int], replicas: int, at_once: bool) -> None:
+def compare(seeds: list[int], replicas: int, at_once: bool, folder: str | None = None) -> None:
     """Compare what real and simulated processes do with random models and budgets; runs in each process.
 
     Args:
         at_once: Let collectives end at once, really and in the simulation. Otherwise the peak of the device also
             depends on when reductions end: their chunks keep their memory until then, within the budget.
+        folder: Where a disk is, which holds what does not fit on a host as small as possible.
     """
     machine = LAPTOP
     if at_once:
@@ -66,14 +71,19 @@ def compare(seeds: list[int], replicas: int, at_once: bool) -> None:
     for seed in seeds:
         draw, world = random.Random(seed), World(CPU)
         print(f"seed {seed}")
-        shape = random_shape(draw)
+        shape = random_shape(draw) if folder is None else wide_shape(draw)
         precision, chunk_size = draw.choice(["bf16", "fp32"]), draw.choice([1000, 9000, "auto"])
         chunks = draw.choice([2, world.size])  # without room for chunk groups, each chunk has one owner
         device = chunks * smallest_device_bytes(shape, chunk_size, precision) + draw.randint(0, 8000)
         options = config(precision, chunk_size, device_memory=device, host_memory=1 << 30)
         options = options.model_copy(update={"reduce_dtype": draw.choice(["16-bit", "fp32"])})
-        loop = draw.choice([1, 1, 2]), draw.choice([None, 1e9])
+        if folder is not None:
+            options = options.model_copy(update={"disk": ps.Disk(folder), "reduce_dtype": "16-bit"})
+            host = least_host_bytes(shape, options, replicas) + world.size * draw.choice([0, 5000, 40_000])
+            options = options.model_copy(update={"host_memory": host})
+        loop = draw.choice([1, 1, 2]), draw.choice([None, 1e9]), folder
         hooks = {"meter": testing.NoMeter(), "speculates": False}  # what is speculated depends on the speed of threads
+        hooks |= {} if folder is None else {"page_bytes": PAGE_BYTES}
         engine = ps.Engine(shape.build, options, world=world, mesh=mesh_of(replicas), **hooks)
         expected = [results(engine, *loop) for _ in range(STEPS)]
         trace = [moment.chunks for moment in engine.inspect().trace]
@@ -93,7 +103,7 @@ def compare(seeds: list[int], replicas: int, at_once: bool) -> None:
             **hooks,
         )
         for number, (real, simulated) in enumerate(zip(expected, found, strict=True)):
-            peaks = [each.pop("device_peak_model_bytes") for each in (real, simulated)]
+            peaks = [each.pop("device_peak_model_bytes", 0) for each in (real, simulated)]
             assert max(peaks) <= device and (peaks[0] == peaks[1] or not at_once), f"seed {seed}: {peaks}"
             different = {name: (real[name], simulated[name]) for name in real if real[name] != simulated[name]}
             assert not different, f"seed {seed}, step {number}: {different}"
@@ -103,6 +113,10 @@ def compare(seeds: list[int], replicas: int, at_once: bool) -> None:
 @pytest.mark.parametrize(("replicas", "at_once"), [(2, True), (1, False)])
 def test_bytes_equal_those_of_a_run(replicas, at_once):
     ranks.run(4, compare, seeds=ranks.seeds(24)[: None if nightly() else 2], replicas=replicas, at_once=at_once)
+
+
+def test_with_a_disk_bytes_equal_those_of_a_run(tmp_path):
+    ranks.run(2, compare, seeds=ranks.seeds(16), replicas=1, at_once=True, folder=str(tmp_path))
 
 
 @pytest.mark.slow

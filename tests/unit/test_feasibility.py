@@ -152,6 +152,18 @@ def test_the_smallest_accepted_number_is_found(threshold, upper):
     assert smallest_accepted(lambda number: number >= threshold, upper) == min(threshold, upper)
 
 
+def test_with_a_disk_the_host_needs_one_shard_of_the_parameters():
+    group = ShardGroup.of(1, [(0, 1)])
+    params = [ParamSpec(f"p{i}", 1024, schema_for("bfloat16", trained=True), group=group) for i in range(8)]
+    case, shard = (build_layout(params, 1024), [{param.name} for param in params]), 2 * 1024
+    assert sum(chunk.shard_bytes for chunk in case[0].chunks) == 4 * shard
+    disk = disk_for_everything(case)
+    assert disk == 4 * 16 * 1024, "the pages of a list are whole blocks"
+    assert refusal(case, 2 * shard, shard, disk, 1) is None
+    error = refusal(case, 2 * shard, shard - 1, disk, 1)
+    assert error is not None and "shards of the parameters" in str(error) and error.short_bytes == 1
+
+
 def test_the_shard_of_a_replica_is_part_of_the_host_budget():
     group = ShardGroup.of(0, [(0, 2, 1, 3)], 2)
     params = [ParamSpec(f"p{i}", 1024, schema_for("bfloat16", trained=True), group=group) for i in range(4)]

@@ -9,7 +9,7 @@ from patrickstar._chunks.io_dispatch import IODispatch, PeerTransfers
 from patrickstar._chunks.transfers import ChunkTransfers
 from patrickstar._hardware.accelerator import DeviceClock
 from patrickstar._hardware.vm_pool import round_up
-from patrickstar._layout.schema import HOST_ONLY, PARAM16
+from patrickstar._layout.schema import HOST_ONLY, PARAM16, SHARD16
 from patrickstar._schedule.placement import Tier
 from patrickstar._schedule.step_timeline import StepTimeline
 from patrickstar._tiers.chunk import Chunk
@@ -86,6 +86,7 @@ class ChunkManager:
             chunk.device.valid = True
         elif tier is Tier.HOST:
             self.cache.make_host_room(chunk)
+            self.free_host(chunk.nbytes)
             self.host_tier.make_room(chunk.nbytes, repr(chunk))
             self.host_tier.allocate(chunk).fill_(0)
             chunk.host.valid = True
@@ -202,11 +203,27 @@ class ChunkManager:
 
         Views of a host copy wait until the device has written it. `in_order`: the caller waits for copies itself.
         """
-        if any(chunk.device.writer is not None or not chunk.in_memory for chunk in chunks):
-            self.cache.fetch(chunks)
+        missing = any(chunk.device.writer is not None or not chunk.in_memory for chunk in chunks)
+        if missing and (fetched := [chunk for chunk in chunks if not self.load_shard(chunk)]):
+            self.cache.fetch(fetched)
         for chunk in () if in_order else chunks:
             if not chunk.device.valid:  # an earlier fetch, only ordered on streams, may still read what is written
                 chunk.host.settle(write=True, wait=self.io_dispatch.wait)
+
+    def load_shard(self, chunk: Chunk, *, read: bool = True) -> bool:
+        """Move a shard of `param16` that is only on disk to the host. Return False for other chunks.
+
+        `read`: with its content, which is not about to be overwritten.
+        """
+        if chunk.kind != SHARD16 or chunk.device.present or chunk.host.valid:
+            return False
+        aside, self.host_tier.set_aside_bytes = self.host_tier.set_aside_bytes, 0
+        try:
+            self.free_host(chunk.nbytes)
+            self._read_to_host(chunk, read=read)
+        finally:
+            self.host_tier.set_aside_bytes = aside
+        return True
 
     def mark_written(self, chunk: Chunk, on_device: bool) -> None:
         """Mark the device copy (or the host copy) as the only valid one after an in-place write."""
@@ -257,14 +274,15 @@ class ChunkManager:
         self.transfers.exchange(chunk, other)
         return True
 
-    def _read_to_host(self, chunk: Chunk) -> None:
+    def _read_to_host(self, chunk: Chunk, *, read: bool = True) -> None:
         self.host_tier.make_room(chunk.nbytes, repr(chunk))
-        self.io_dispatch.wait(
-            self.io_dispatch.read(chunk, 0, self.host_tier.allocate(chunk).view(torch.uint8), urgent=True)
-        )
+        memory = self.host_tier.allocate(chunk).view(torch.uint8)
+        if read:
+            self.io_dispatch.wait(self.io_dispatch.read(chunk, 0, memory, urgent=True))
         chunk.host.valid = True
 
     def _move_to_disk(self, chunk: Chunk) -> None:
+        chunk.host.settle(write=True, wait=self.io_dispatch.wait)  # a reduction may still write a shard
         if not chunk.disk.valid:
             self.io_dispatch.wait(self.io_dispatch.write(chunk, 0, chunk.current(chunk.whole).view(torch.uint8)))
             chunk.disk.valid = True
@@ -289,7 +307,7 @@ class ChunkManager:
                 if chunk.host.valid and not chunk.device_bytes and not chunk.pins and chunk.kind not in HOST_ONLY
             ]
             # Optimizer chunks first: host memory saves them the least time, and the last ones are needed the latest.
-            for chunk in sorted(movable, key=lambda chunk: (chunk.kind == PARAM16, -chunk.index)):
+            for chunk in sorted(movable, key=lambda chunk: (chunk.kind in (PARAM16, SHARD16), -chunk.index)):
                 if self.host_tier.has_room(nbytes):
                     break
                 self.move_to_tier(chunk, Tier.DISK)

@@ -59,6 +59,10 @@ class Collectives(ABC):
         return whole[bounds[rank] : bounds[rank + 1]]
 
     @abstractmethod
+    def begin_after(self, read: Transfer) -> None:
+        """Let the next collective begin after a read from disk, and raise its error."""
+
+    @abstractmethod
     def all_gather(
         self, group: RankGroup, own: torch.Tensor, whole: torch.Tensor, bounds: Bounds, *, in_order: bool = False
     ) -> Transfer:

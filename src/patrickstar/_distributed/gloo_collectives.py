@@ -51,6 +51,11 @@ class GlooCollectives(Collectives):
     def __init__(self, world: World) -> None:
         super().__init__(world)
         self._thread = WorkerPool(1, "peers", PAGE_BYTES)
+        self._after: Transfer | None = None
+        """Read from disk that the next collective waits for."""
+
+    def begin_after(self, read: Transfer) -> None:
+        self._after = read
 
     def all_gather(
         self, group: RankGroup, own: torch.Tensor, whole: torch.Tensor, bounds: Bounds, *, in_order: bool = False
@@ -121,7 +126,11 @@ class GlooCollectives(Collectives):
         self._thread.close()
 
     def _submit(self, job: Job, label: str) -> Transfer:
+        after, self._after = self._after, None
+
         def run(stage: torch.Tensor) -> None:
+            if after is not None:
+                after.wait()
             with explain_peer_failure(self.world):
                 job(stage)
 

@@ -44,6 +44,9 @@ class StreamCollectives(Collectives):
         self._checked = 0.0
         """Time of the last check of the other processes."""
 
+    def begin_after(self, read: Transfer) -> None:
+        read.wait()
+
     def all_gather(
         self, group: RankGroup, own: torch.Tensor, whole: torch.Tensor, bounds: Bounds, *, in_order: bool = False
     ) -> Transfer:

@@ -1,7 +1,7 @@
 """Transport of one chunk between the processes that share it: who sends which shards to whom."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -17,10 +17,15 @@ from patrickstar._tiers.transfer_counters import TransferCounters
 
 
 class OwnShards(NamedTuple):
-    """Chunks of this process, with its shards; `has_gpu`: an accelerator reads those on the host beside it."""
+    """Chunks of this process, with its shards; `has_gpu`: an accelerator reads those on the host beside it.
+
+    `start_read` starts to read a shard on disk into other memory, `ensure_in_memory` moves one to memory.
+    """
 
     chunks: Mapping[tuple[str, int], Chunk]
     has_gpu: bool
+    start_read: Callable[[Chunk, torch.Tensor], Transfer]
+    ensure_in_memory: Callable[[Chunk], None]
 
 
 class Transport(ABC):
@@ -50,6 +55,18 @@ class Transport(ABC):
 
         Return the transfer, None if nothing is gathered here. `refresh`: let the replicas exchange shards first.
         """
+
+    def own_part(self, own: OwnShards, place: torch.Tensor | None) -> tuple[torch.Tensor, bool]:
+        """Return this process's shard; True if the next collective reads it from disk first, into `place`.
+
+        `place`: part of the gathered chunk that the shard belongs to, if this process gathers it.
+        """
+        shard = own.chunks[SHARD16, self.index]
+        if place is not None and shard.numel and not shard.in_memory:
+            self.collectives.begin_after(own.start_read(shard, place))
+            return place, True
+        own.ensure_in_memory(shard)
+        return shard.current(shard.whole), False
 
     @abstractmethod
     def reduce(self, whole: torch.Tensor | None, target: torch.Tensor, ranks: Sequence[int]) -> Transfer:
@@ -102,17 +119,17 @@ class FlatTransport(Transport):
         group, bounds, targets = self.group, self.bounds, self._among(ranks)
         if not targets:
             return None
-        shard = own.chunks[SHARD16, self.index]
-        part = shard.current(shard.whole)
-        if whole is not None and not shard.device.valid:
+        place = None if whole is None else self.collectives.shard(whole, bounds, group.rank)
+        part, on_disk = self.own_part(own, place)
+        if whole is not None and not own.chunks[SHARD16, self.index].device.valid:
             self.counters.h2d_bytes += part.nbytes
         self.counters.gathered_bytes += part.nbytes * (len(targets) - (whole is not None))
         self.counters.inter_replica_gathered_bytes += part.nbytes * len(set(targets) & set(self.elsewhere))
         if whole is not None and len(targets) == group.size:
-            gathering = self.collectives.all_gather(group, part, whole, bounds)
+            gathering = self.collectives.all_gather(group, part, whole, bounds, in_order=on_disk)
             keep_shard(own, self.index, gathering)
         else:
-            gathering = self.collectives.gather_to(group, part, whole, bounds, targets)
+            gathering = self.collectives.gather_to(group, part, whole, bounds, targets, in_order=on_disk)
             gathering.wait()  # the source may change as soon as this process continues
         return gathering
 
@@ -137,5 +154,5 @@ class FlatTransport(Transport):
 def keep_shard(own: OwnShards, index: int, reader: Transfer) -> None:
     """Keep the `param16` shard of a chunk, if the device reads it on the host, unchanged until `reader` has ended."""
     shard = own.chunks[SHARD16, index]
-    if not shard.device.valid and own.has_gpu:
+    if shard.host.valid and not shard.device.valid and own.has_gpu:
         shard.host.reader = reader

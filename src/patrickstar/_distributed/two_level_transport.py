@@ -9,7 +9,7 @@ from patrickstar._distributed.process_group import RankGroup
 from patrickstar._distributed.transport import OwnShards, Transport, keep_shard
 from patrickstar._hardware.transfer import Transfer
 from patrickstar._layout.chunk_mapping import ChunkSpec
-from patrickstar._layout.schema import NODE16, SHARD16
+from patrickstar._layout.schema import NODE16
 from patrickstar._tiers.transfer_counters import TransferCounters
 
 # [Note: two levels of transport]
@@ -69,12 +69,12 @@ class TwoLevelTransport(Transport):
     def _refresh(self, own: OwnShards) -> None:
         """Exchange the parts of this replica's shard with the other replicas."""
         self.stale = False
-        node, shard, replicate = own.chunks[NODE16, self.index], own.chunks[SHARD16, self.index], self.levels.replicate
+        node, replicate = own.chunks[NODE16, self.index], self.levels.replicate
         if not node.numel:
             return
-        part = shard.current(shard.whole)
-        target = node.flat_on_host(0, node.numel)
-        node.host.writer = self.collectives.all_gather(replicate, part, target, self.levels.part_bounds(self.bounds))
+        target, bounds = node.flat_on_host(0, node.numel), self.levels.part_bounds(self.bounds)
+        part, on_disk = self.own_part(own, self.collectives.shard(target, bounds, replicate.rank))
+        node.host.writer = self.collectives.all_gather(replicate, part, target, bounds, in_order=on_disk)
         keep_shard(own, self.index, node.host.writer)
         sent_bytes = part.nbytes * (replicate.size - 1)
         self.counters.gathered_bytes += sent_bytes

@@ -112,6 +112,12 @@ class SimulatedCollectives(Collectives):
     def __init__(self, world: World, hardware: SimulatedHardware, cluster: Cluster) -> None:
         super().__init__(world)
         self.hardware, self.cluster = hardware, cluster
+        self._after: list[SimulatedTransfer] = []
+        """Read from disk that the next collective waits for."""
+
+    def begin_after(self, read: Transfer) -> None:
+        assert isinstance(read, SimulatedTransfer), f"{read} is not simulated"
+        self._after = [read]
 
     def all_gather(
         self, group: RankGroup, own: torch.Tensor, whole: torch.Tensor, bounds: Bounds, *, in_order: bool = False
@@ -171,7 +177,7 @@ class SimulatedCollectives(Collectives):
         Each of the `stages` gathers or scatters that many bytes in a group.
         """
         hardware = self.hardware
-        transfers = []
+        transfers, self._after = self._after, []
         if hardware.has_gpu and source is not None and hardware.on_host(source):
             transfers.append(hardware.up.begin(source.nbytes, label))
         sent_bytes, seconds = 0, 0.0

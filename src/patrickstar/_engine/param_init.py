@@ -169,13 +169,16 @@ def create_chunks(spec: ChunkSpec, tiers: ChunkTiers, manager: ChunkManager) -> 
         if spec.sharded:
             compute = spec.schema.compute
             created.append(manager.new_shared_chunk(PARAM16, spec.index, spec.numel, compute.dtype))
-            created.append(manager.new_chunk(SHARD16, spec.index, spec.own_numel, compute.dtype, Tier.HOST))
+            tier, nbytes, host = Tier.HOST, spec.nbytes(compute.itemsize), manager.host_tier
+            if manager.disk_tier is not None:
+                host.set_aside_bytes = max(host.set_aside_bytes, nbytes)
+                tier = Tier.HOST if host.has_room(nbytes) else Tier.DISK
+            created.append(manager.new_chunk(SHARD16, spec.index, spec.own_numel, compute.dtype, tier))
         if spec.group is not None and spec.group.replicas > 1:
             created.append(manager.new_chunk(NODE16, spec.index, spec.node_numel, spec.schema.compute.dtype, Tier.HOST))
         for item in spec.schema.optimizer_lists if spec.sharded else spec.schema.lists:
             tier = tiers.compute if item.kind == PARAM16 else tiers.optimizer
             created.append(manager.new_chunk(item.kind, spec.index, spec.own_numel, item.dtype, tier))
-        manager.free_host(spec.buffer_bytes)  # earlier chunks may have taken the room
         for item in spec.schema.buffers:
             created.append(manager.new_chunk(item.kind, spec.index, spec.own_numel, item.dtype, Tier.HOST))
     except BaseException:

@@ -115,7 +115,7 @@ class ChunkSpec:
 
     @property
     def shard_bytes(self) -> int:
-        """Bytes of the parts of `param16` that are always on the host: this rank's shard, and `node16`."""
+        """Bytes of the parts of `param16` beside the gathered chunk: this rank's shard, and `node16`."""
         return (self.own_numel + self.node_numel) * self.schema.compute.itemsize if self.sharded else 0
 
     @property

@@ -35,7 +35,7 @@ KEPT32 = "kept32"
 SUM32 = "sum32"
 """With several processes: fp32 sum of the gradients of all ranks, before it is added to `grad32`."""
 
-HOST_ONLY = SHARD16, NODE16, KEPT32, SUM32, BUFFERED16, BUFFERED_GRAD
+HOST_ONLY = NODE16, KEPT32, SUM32, BUFFERED16, BUFFERED_GRAD
 """Lists that are never moved to disk."""
 
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "int64": 8, "int32": 4, "int16": 2, "int8": 1}

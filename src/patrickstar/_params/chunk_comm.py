@@ -76,7 +76,7 @@ class ChunkComm:
         self._shards, self._manager, self._reduces_in_fp32 = shards, shards.manager, reduce_dtype == "fp32"
         self.sums = GradAccumulation(shards.manager)
         """Gradients accumulated on this rank and not yet reduced."""
-        self._own = OwnShards(shards.manager.chunks, shards.manager.hardware.has_gpu)
+        self._own = OwnShards(shards.manager.chunks, shards.manager.hardware.has_gpu, self._read, self._ensure_own)
         self.number = self.coordinator.join(self)
         self.world.users += 1
 
@@ -186,7 +186,7 @@ class ChunkComm:
             whole = self._gather_target.on_device(self._gather_target.whole)
         with profiler_range("all-gather", f"param16[{index}]"):
             if self.transports[index].reads_shard(ranks, refresh):
-                self.restore_shard(index)
+                self.restore_shard(index, in_memory=False)
             if refresh and (node := self._manager.chunks.get((NODE16, index))) is not None:
                 self._manager.transfers.settle(node)  # earlier gathers have read it
             gathering = self.transports[index].gather(self._own, whole, ranks, refresh)
@@ -195,8 +195,8 @@ class ChunkComm:
 
     # This rank's shards
 
-    def restore_shard(self, index: int) -> None:
-        """Let this rank's shard of a chunk hold the parameters, on its current tier."""
+    def restore_shard(self, index: int, *, in_memory: bool = True) -> None:
+        """Let this rank's shard of a chunk hold the parameters, on its current tier; `in_memory`: not on disk."""
         own = self._manager[SHARD16, index]
         own.complete_update()
         self.finish_reduction(index)
@@ -205,9 +205,19 @@ class ChunkComm:
                 self._shards.list_gradient(managed)
                 self._shards.restore_own(managed)
                 managed.state.reduced = False
+        if in_memory:
+            self._ensure_own(own)
+
+    def _ensure_own(self, own: Chunk) -> None:
         if not own.in_memory:
             self._manager.ensure_in_memory(own)
             self._shards.update_param_views()
+
+    def _read(self, own: Chunk, target: torch.Tensor) -> Transfer:
+        """Start to read this rank's shard of a chunk from disk into its place in the gathered one."""
+        read = self._manager.io_dispatch.read(own, 0, target.view(torch.uint8), urgent=True)
+        own.disk.reads = [*(earlier for earlier in own.disk.reads if not earlier.done), read]
+        return read
 
     def finish_reduction(self, index: int) -> None:
         """Finish the pending reduction of a chunk and fold it into grad32."""
@@ -223,7 +233,7 @@ class ChunkComm:
 
         The gradients are zero where there are none; None if this rank contributes none.
         """
-        self.restore_shard(index)  # moves an earlier sum out of the buffer
+        self.restore_shard(index, in_memory=False)  # moves an earlier sum out of the buffer
         own, gradients = self._manager[SHARD16, index], None
         if contributes:
             chunk, accumulated = self._manager[PARAM16, index], self.sums.reducing(index)
@@ -232,8 +242,12 @@ class ChunkComm:
         if in_fp32 or any(managed.state.late for managed in self._own_params(index)):
             dtype = "float32" if in_fp32 else str(own.dtype).removeprefix("torch.")
             on_device = self._shards.grad_list_tier(self._shards.by_chunk[index][0]) is Tier.DEVICE
+            sums = [] if on_device else [earlier for kind, earlier in self._manager.chunks if kind == SUM32]
+            while sums and not self._manager.free_host(own.numel * ITEMSIZE[dtype]):
+                self.finish_reduction(sums.pop(0))
             own = self._manager.new_chunk(SUM32, index, own.numel, dtype, Tier.DEVICE if on_device else Tier.HOST)
         else:
+            self._manager.load_shard(own, read=False)
             self._manager.mark_written(own, on_device=own.device.valid)
             for managed in self._own_params(index):
                 managed.state.reduced = True

@@ -22,8 +22,8 @@ class GradAccumulation:
         return (KEPT32, index) in self.manager.chunks and index not in self._submitted
 
     def fits(self, chunk: Chunk) -> bool:
-        """Return whether the host has room for the sum of a chunk."""
-        return self.manager.host_tier.has_room(chunk.numel * _dtype_of(chunk).itemsize)
+        """Return whether the host has room for the sum of a chunk, and make room by moving chunks to the disk."""
+        return self.manager.free_host(chunk.numel * _dtype_of(chunk).itemsize)
 
     def add(self, chunk: Chunk) -> None:
         """Add the gradients stored in a gathered chunk to its sum, then drop the chunk from the device."""

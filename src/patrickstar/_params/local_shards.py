@@ -336,9 +336,10 @@ class LocalShards:
             room_bytes = 0 if cache.evict_everything else device.soft_chunkable_bytes - device.used - cache.queued_bytes
             # Whether there are earlier gradients differs between linked processes.
             evicts = managed.chunk.sharded and (cache.decides_alike or master_chunk.nbytes > room_bytes)
-            return Tier.HOST if evicts else Tier.DEVICE
+            if not evicts:
+                return Tier.DEVICE
         fits = self.manager.disk_tier is None or master_chunk.nbytes <= self.manager.host_tier.free_bytes
-        return Tier.HOST if master_chunk.host.valid and fits else Tier.DISK
+        return Tier.HOST if (master_chunk.device.valid or master_chunk.host.valid) and fits else Tier.DISK
 
     def add_to_list(self, managed: ManagedParam, source: Chunk) -> None:
         """Add a parameter's gradient, which is in `source`, to the gradient list."""

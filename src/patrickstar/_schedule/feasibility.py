@@ -7,7 +7,7 @@ from dataclasses import replace
 from patrickstar._layout.byte_size import format_size
 from patrickstar._layout.chunk_mapping import Layout
 from patrickstar._schedule.fragmentation import NO_FRAGMENTATION, Fragmentation
-from patrickstar._schedule.placement import Budgets, ChunkTiers, Tier, disk_bytes, initial_placement
+from patrickstar._schedule.placement import Budgets, ChunkTiers, Tier, disk_bytes, initial_placement, least_shard_bytes
 from patrickstar.errors import BudgetError
 
 
@@ -87,10 +87,10 @@ def check_budgets(
     if with_disk:
         all_on_disk = {chunk.index: ChunkTiers(Tier.DEVICE, Tier.DISK) for chunk in layout.chunks}
         disk = disk_bytes(layout.chunks, all_on_disk)
-        shards = sum(chunk.shard_bytes for chunk in layout.chunks)
+        shards = least_shard_bytes(layout.chunks)
         min_host = reserved + shards
         purpose = " and buffers of lock-free updates" if layout.buffer_bytes else ""
-        purpose += " and this rank's shards of the parameters" if shards else ""
+        purpose += " and shards of the parameters" if shards else ""
         min_device = device_budget(working_set)
         shortage = {
             f"device_memory={min_device} bytes ({format_size(min_device)})": min_device - given_device,

@@ -79,21 +79,30 @@ def initial_placement(
 def _with_disk(chunks: Sequence[ChunkSpec], budgets: Budgets) -> dict[int, ChunkTiers] | None:
     """Return the initial tiers of each index if the disk stores what memory can't.
 
-    Every `param16` chunk is created on the device and evicted to the host while there is room, otherwise to the disk.
+    Every `param16` chunk is created on the device, a shard of one on the host; while there is room they are evicted to
+    the host, otherwise to the disk.
     At first the whole host is reserved for them. The first step shows how much they need; the rest is then given to
     optimizer chunks (`home_tiers`).
     """
-    param16 = sum(chunk.evictable_bytes for chunk in chunks)
-    # The ranks' shards of `param16` are read by every all-gather and stay on the host.
-    shards = sum(chunk.shard_bytes for chunk in chunks)
-    room = budgets.host - param16 - shards
+    param16 = sum(chunk.evictable_bytes + chunk.shard_bytes for chunk in chunks)
+    room = budgets.host - param16 - largest_shard_bytes(chunks)
     placement = {}
     for chunk in chunks:
         on_host = chunk.schema.trained and chunk.optimizer_bytes <= room
         room -= chunk.optimizer_bytes if on_host else 0
         placement[chunk.index] = ChunkTiers(Tier.DEVICE, Tier.HOST if on_host else Tier.DISK)
-    enough = disk_bytes(chunks, placement) <= budgets.disk and shards <= budgets.host
+    enough = disk_bytes(chunks, placement) <= budgets.disk and least_shard_bytes(chunks) <= budgets.host
     return placement if enough and max(chunk.compute_bytes for chunk in chunks) <= budgets.device else None
+
+
+def largest_shard_bytes(chunks: Sequence[ChunkSpec]) -> int:
+    """Return the bytes of the largest shard of `param16`: beside a disk the host always has room for one."""
+    return max(chunk.nbytes(chunk.schema.compute.itemsize) if chunk.sharded else 0 for chunk in chunks)
+
+
+def least_shard_bytes(chunks: Sequence[ChunkSpec]) -> int:
+    """Return the host bytes that shards of `param16` need beside a disk: one at a time, and all of `node16`."""
+    return largest_shard_bytes(chunks) + sum(chunk.node_numel * chunk.schema.compute.itemsize for chunk in chunks)
 
 
 def disk_bytes(chunks: Sequence[ChunkSpec], placement: Mapping[int, ChunkTiers]) -> int:
@@ -101,8 +110,6 @@ def disk_bytes(chunks: Sequence[ChunkSpec], placement: Mapping[int, ChunkTiers])
     blocks = 0
     for chunk in chunks:
         lists = chunk.schema.lists if placement[chunk.index].optimizer is Tier.DISK else chunk.schema.lists[:1]
-        if chunk.sharded:
-            lists = lists[1:]
         blocks += sum(-(-chunk.own_numel * spec.itemsize // DISK_BLOCK_BYTES) for spec in lists)
     return blocks * DISK_BLOCK_BYTES
 

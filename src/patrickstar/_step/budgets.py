@@ -12,7 +12,7 @@ from patrickstar._layout.byte_size import format_size
 from patrickstar._layout.chunk_mapping import Layout
 from patrickstar._schedule.feasibility import check_budgets, check_together, working_set_bytes
 from patrickstar._schedule.fragmentation import NO_FRAGMENTATION, Fragmentation
-from patrickstar._schedule.placement import Budgets, ChunkTiers, Tier, disk_bytes, initial_placement
+from patrickstar._schedule.placement import Budgets, ChunkTiers, Tier, disk_bytes, initial_placement, least_shard_bytes
 from patrickstar._step.staging_pool import StagingSize
 from patrickstar._step.streamed_update import PIECE_NUMEL, buffer_bytes, buffer_count
 from patrickstar._tiers.disk_tier import STAGES, DiskTier
@@ -146,15 +146,18 @@ def plan_tiers(
     largest = numel * max(MASTER_BYTES, *(spec.itemsize for chunk in layout.chunks for spec in chunk.schema.lists))
     page_bytes = min(page_bytes, round_up(largest))
     # Pages of the narrowest list that an update reads are whole blocks too.
-    itemsizes = (spec.itemsize for chunk in layout.chunks for spec in chunk.schema.optimizer_lists)
+    trained = [chunk for chunk in layout.chunks if chunk.schema.trained]
+    itemsizes = (spec.itemsize for chunk in trained for spec in chunk.schema.lists[not chunk.sharded :])
     narrowest = min(itemsizes, default=MASTER_BYTES)
     page_bytes = max(page_bytes, MASTER_BYTES // narrowest * BLOCK_BYTES)
     io_bytes = page_bytes * (STAGES + 1)
-    # Master and gradient list, beside the optimizer states.
-    lists = 2 + len(config.optimizer.states) + isinstance(config.update, Delayed)
-    room = host - io_bytes - sum(chunk.shard_bytes for chunk in layout.chunks)
+    if config.reduce_dtype == "fp32":  # a sum of gradients, before it is added to its list on disk
+        io_bytes += max(chunk.own_numel * MASTER_BYTES * chunk.sharded for chunk in layout.chunks)
+    # Master and gradient list, beside the optimizer states, and the shard of the parameters.
+    lists = 2 + len(config.optimizer.states) + isinstance(config.update, Delayed) + layout.chunks[0].sharded
+    room = host - io_bytes - least_shard_bytes(layout.chunks)
     uncut = {rule.kinds for rule in rules if not rule.by_pages}
-    whole = [chunk for chunk in layout.chunks if chunk.schema.trained and chunk.schema.state_kinds in uncut]
+    whole = [chunk for chunk in trained if chunk.schema.state_kinds in uncut]
     whole_bytes = max((chunk.own_numel * MASTER_BYTES for chunk in whole), default=0)
     uncut_bytes = None if by_pages else whole_bytes
     staging_size = StagingSize.choose(lists, largest, page_bytes, uncut_bytes, room, hardware.has_gpu)

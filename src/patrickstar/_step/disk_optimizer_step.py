@@ -125,7 +125,7 @@ class DiskOptimizerStep:
         while queued := self._queued():
             update = queued[0].owner
             fetching = update.param16.device.writer is not None or not update.param16.in_memory
-            if not queued[0].ready or (fetching and not update.home.late):
+            if not queued[0].ready or (fetching and update.reads_memory):
                 break
             self._update(queued[0])
             self.read_ahead.start(self.updates)
@@ -159,7 +159,7 @@ class DiskOptimizerStep:
             queued = self._queued()
             if queued and (queued[0].owner.index in first or not self._queue.runs(on_disk=True)):
                 self.staging_pool.complete(queued[0])
-                if not queued[0].owner.home.late:
+                if queued[0].owner.reads_memory:
                     self.data.manager.ensure_in_memory(queued[0].owner.param16)
                     self.data.update_param_views()
                 self._update(queued[0])

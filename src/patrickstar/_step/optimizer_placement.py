@@ -72,7 +72,8 @@ class OptimizerPlacement:
         if manager.disk_tier is None:
             self._optimizer_step.tiers.home = dict.fromkeys(on_device, Tier.DEVICE)
         else:
-            host_bytes = manager.host_tier.budget_bytes - manager.host_tier.other_peak
+            host = manager.host_tier
+            host_bytes = host.budget_bytes - host.other_peak - host.set_aside_bytes
             device_param_bytes = 0 if manager.cache.evict_everything else chunkable
             room = optimizer_room_bytes(layout, host_bytes, device_param_bytes, on_host)
             self._optimizer_step.tiers.home = home_tiers(chunks, on_device, room, accumulates=accumulates)

@@ -1,6 +1,7 @@
 """Reads of pages before their update: of updates in the queue, and of those that are expected."""
 
 from collections.abc import Sequence
+from functools import partial
 
 from patrickstar._params.local_shards import LocalShards
 from patrickstar._step.staging_pool import StagingPool
@@ -46,26 +47,28 @@ class ReadAhead:
 
     def _start_read(self, update: Update, page: Page) -> bool:
         """Start to read one page of an update, or reuse a speculative read; return False if no buffer is free."""
-        first, numel = page.first, page.numel
-        speculative = [pages for pages in self.staging_pool.live if pages.owner is None]
-        pages = next((pages for pages in speculative if (pages.index, pages.first) == (update.index, first)), None)
-        if pages is not None and not pages.is_current(update.lists):
-            self.staging_pool.drop(pages)
-            pages = None
-        if pages is None:
-            pages = self.staging_pool.start_read(update.lists, first, numel)
-        while pages is None and speculative and not self.staging_pool.writes_page(update.lists, first):
-            victim = speculative.pop()  # expected last
-            if victim in self.staging_pool.live:
-                self.staging_pool.drop(victim)
-            pages = self.staging_pool.start_read(update.lists, first, numel)
+        first, numel, pool = page.first, page.numel, self.staging_pool
+        others = [pages for pages in pool.live if pages.owner is None]
+        found = next((pages for pages in others if (pages.index, pages.first) == (update.index, first)), None)
+        if found is not None:
+            others.remove(found)
+            if not found.is_current(update.lists):
+                pool.drop(found)
+                found = None
+        read = partial(pool.start_read, first=first, numel=numel) if found is None else partial(pool.extend, found)
+        pages = read(update.lists)
+        while pages is None and others and not pool.writes_page(update.lists, first):
+            victim = others.pop()  # expected last
+            if victim in pool.live:
+                pool.drop(victim)
+            pages = read(update.lists)
         if pages is None:
             return False
-        if update.home.speculative and not self.staging_pool.take_param_buffer(pages):
-            if not speculative:
+        if update.home.speculative and not pool.take_param_buffer(pages):
+            if not others:
                 return False
-            self.staging_pool.drop(speculative.pop())
-            self.staging_pool.take_param_buffer(pages)
+            pool.drop(others.pop())
+            pool.take_param_buffer(pages)
         pages.owner = update
         return True
 

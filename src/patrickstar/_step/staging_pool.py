@@ -9,6 +9,7 @@ import torch
 from patrickstar._chunks.chunk_manager import ChunkManager
 from patrickstar._hardware.transfer import Transfer
 from patrickstar._hardware.vm_pool import round_up
+from patrickstar._layout.schema import PARAM16, SHARD16
 from patrickstar._tiers.chunk import Chunk
 
 SETS = 12
@@ -97,8 +98,8 @@ class PageSet:
         return len(self.reads) == len(self.lists) and all(transfer.done for transfer in self.reads)
 
     def is_current(self, lists: list[Chunk]) -> bool:
-        """Return whether it was read from these lists, and they have not changed on disk since."""
-        return self.lists == lists and self.versions == [chunk.version for chunk in lists]
+        """Return whether it was read from the first of these lists, and they have not changed on disk since."""
+        return self.lists == lists[: len(self.lists)] and self.versions == [chunk.version for chunk in self.lists]
 
 
 class StagingPool:
@@ -140,6 +141,16 @@ class StagingPool:
         self.complete(pages)
         return pages
 
+    def extend(self, pages: PageSet, lists: list[Chunk]) -> PageSet | None:
+        """Start to read the page of further lists beside the first ones of a page set, as `start_read` does."""
+        more, free = lists[len(pages.lists) :], self.free()
+        if len(free) < len(more) or self.writes_page(more, pages.first):
+            return None
+        pages.versions = [*pages.versions, *(chunk.version for chunk in more)]
+        pages.lists, pages.buffers = lists, [*pages.buffers, *free[: len(more)]]
+        self.complete(pages)
+        return pages
+
     def complete(self, pages: PageSet) -> None:
         """Start the reads of a page set that have not started yet."""
         if len(pages.reads) == len(pages.lists):
@@ -151,14 +162,15 @@ class StagingPool:
             pages.reads.append(read)
 
     def views(self, pages: PageSet) -> dict[str, torch.Tensor]:
-        """Return the pages as tensors, by list; with the buffer of new parameters, if there is one."""
+        """Return the pages as tensors, by list, a shard's as `param16`; with the buffer of new parameters, if any."""
         buffers = dict(zip(pages.lists, pages.buffers, strict=True))
         if pages.param_buffer is not None:
             buffers[pages.owner.param16] = pages.param_buffer
-        return {
+        views = {
             chunk.kind: self._part(number, pages.numel, chunk.dtype).view(chunk.dtype)
             for chunk, number in buffers.items()
         }
+        return {PARAM16: views.pop(SHARD16), **views} if SHARD16 in views else views
 
     def _part(self, number: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the bytes of the first elements of a buffer."""

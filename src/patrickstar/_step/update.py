@@ -9,7 +9,7 @@ import torch
 from patrickstar._hardware.transfer import Transfer
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.update_rule import Gradient, Rule, Span
-from patrickstar._layout.schema import DELAYED16, GRAD32, PARAM16
+from patrickstar._layout.schema import DELAYED16, GRAD32, PARAM16, SHARD16
 from patrickstar._params.local_shards import LocalShards
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._step.staging_pool import PageSet, StagingPool
@@ -65,6 +65,11 @@ class Update:
     def param16(self) -> Chunk:
         """Chunk of the parameters, or of the gradients in their place."""
         return next(iter(self.rules)).shard_chunk
+
+    @property
+    def reads_memory(self) -> bool:
+        """True if it reads gradients in place of parameters in memory, and not on its pages."""
+        return not self.home.late and self.param16 not in self.lists
 
     @property
     def complete(self) -> bool:
@@ -231,6 +236,11 @@ class InPlace(Home):
         """Return the chunk of the parameters."""
         return self.data.by_chunk[index][0].shard_chunk
 
+    def _own_lists(self, index: int) -> list[Chunk]:
+        target = self.target(index)
+        on_disk = target.kind == SHARD16 and not target.in_memory  # its gradients, which new parameters overwrite
+        return [*super()._own_lists(index), *([target] if on_disk else [])]
+
     def begin(self, rules: Rules) -> None:
         """Let whoever needs the parameters wait for the update."""
         for managed in rules:
@@ -275,7 +285,8 @@ class InPlace(Home):
     def end_page(self, pages: PageSet, pool: StagingPool) -> None:
         """Mark the parameters on a page as written, and start to write back the page set."""
         param16 = pages.owner.param16
-        self.data.manager.mark_written(param16, on_device=param16.device.valid)
+        if param16 not in pages.lists:
+            self.data.manager.mark_written(param16, on_device=param16.device.valid)
         super().end_page(pages, pool)
 
     def end(self, rules: Rules) -> None:

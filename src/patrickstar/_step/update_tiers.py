@@ -73,9 +73,11 @@ class UpdateTiers:
         # Also if only other ranks own elements with a gradient: linked processes move the same chunks.
         if any(managed.has_gradient or managed.in_next_step for managed in managed_params):
             manager.transfers.settle(param16, in_order=True)
-            # Operators read gathered chunks: a shard follows its states.
-            if home is Tier.DEVICE or (param16.kind == SHARD16 and self._fits_host(param16)):
+            # Operators read gathered chunks: a shard follows its states, except to the disk.
+            if home is Tier.DEVICE:
                 chunks.append(param16)
+            elif param16.kind == SHARD16 and self._fits_host(param16):
+                manager.move_to_tier(param16, Tier.HOST)
             elif home is Tier.HOST:
                 manager.ensure_in_memory(param16, in_order=self._waits_for_copies)
         if home is Tier.DEVICE:

@@ -44,6 +44,8 @@ class HostTier:
         self.spare_bytes = 0
         """Bytes allocated to spare blocks. See [Note: spare blocks]."""
         self.spare_peak = 0
+        self.set_aside_bytes = 0
+        """Part of the budget for a shard of `param16` that is read from disk, or about to be overwritten."""
         self.spare_use_bytes = 0
         """The most bytes that spare blocks can be used for; whoever uses them says how many."""
         self.spare = SpareMemory()
@@ -64,7 +66,7 @@ class HostTier:
 
     @property
     def free_bytes(self) -> int:
-        return self.budget_bytes - self.used - self.other_bytes - self.spare_bytes
+        return self.budget_bytes - self.used - self.other_bytes - self.spare_bytes - self.set_aside_bytes
 
     def _note_peaks(self) -> None:
         self.peak = max(self.peak, self.used)
