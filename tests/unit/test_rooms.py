@@ -14,7 +14,7 @@ MOST_LINES = {
     "_chunks": 1679,
     "_cli": 2314,
     "_distributed": 2409,
-    "_dry_run": 3365,
+    "_dry_run": 3465,
     "_engine": 4056,
     "_hardware": 2425,
     "_kernels": 2726,
