@@ -349,6 +349,22 @@ def test_a_plan_clips_as_the_last_step_did(monkeypatch, max_norm, expected):
 linear_step = partial(run_step, batch=(torch.empty(4, 8, device="meta"),))
 
 
+def test_page_locking_delays_the_first_step_and_no_later_one():
+    """All host memory of the engine is locked at the rate of the machine, before the first step."""
+
+    def run(rate):
+        host = DESKTOP.host.model_copy(update={"page_lock": rate})
+        machine = DESKTOP.model_copy(update={"host": host})
+        return simulate(Engine, lambda: nn.Linear(8, 8), CONFIG, linear_step, machine)
+
+    unknown, slow, fast = run(None), run(1e3), run(2e3)
+    assert unknown.page_lock_s == 0 and "first step" not in str(unknown)
+    assert slow.page_lock_s == 2 * fast.page_lock_s >= slow.stats.host_peak_model_bytes / 1e3
+    assert slow.first_step_s - slow.page_lock_s == pytest.approx(unknown.first_step_s, abs=1e-6)
+    assert slow.seconds == fast.seconds == unknown.seconds
+    assert "first step" in str(slow)
+
+
 @pytest.mark.parametrize("meter_s", [0.0, 100.0])
 def test_a_dry_run_says_that_launches_take_the_longest(meter_s):
     report = simulate(Engine, lambda: nn.Linear(8, 8), CONFIG, linear_step, DESKTOP, host=HostCosts(0.0, 0.0, meter_s))

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 # [Note: time of the host]
 # A dry run executes the code of a real step but for its operators, so the time of that code is measured while it runs.
 # Operators are stopped by a dispatch mode in Python, on meta tensors whose memory is counted: within the tracer no time
-# counts, but each operator also takes time on its way to the tracer and back, of which a real operator takes only a
-# small part. The latter is in the operator's own cost. So each operator's way is subtracted, as measured in a loop
-# that does nothing else (`measure_host`). All times are those of the thread on a processor: while other programs have
-# it, a step does not get longer.
+# counts, but each operator also takes time on its way to the tracer and back, of which a real operator takes a small
+# part, and that part is in the operator's own cost, too. So what tracing adds to an operator is subtracted: steps of a
+# small model are timed as in a dry run and for real, and differ by that (`measure_host`). All times are those of
+# processors: while other programs have them, a step does not get longer.
 
 
 @dataclass(frozen=True)
@@ -17,11 +17,13 @@ class HostCosts:
     """Seconds of single operations on the host, in a dry run and in a run."""
 
     dispatch_s: float
-    """Seconds of the way to the tracer and back, which each operator of a dry run takes."""
+    """Seconds that each operator of a dry run takes longer than one of a run, outside of the tracer."""
     view_s: float
     """Seconds of an operator that touches no bytes, in a run."""
     meter_s: float
     """Seconds in which the meter of a run is read."""
+    fresh_s: float = 0.0
+    """Seconds that a byte of a new block takes more than that of a freed one. See [Note: fresh pages]."""
 
 
 class HostClock:

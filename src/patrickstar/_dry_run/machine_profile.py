@@ -24,7 +24,7 @@ from patrickstar._tiers.chunk import Chunk
 from patrickstar._tiers.device_tier import DeviceTier
 from patrickstar._tiers.disk_tier import DiskTier
 from patrickstar._tiers.hardware import Hardware
-from patrickstar._tiers.host_arena import ALIGN_BYTES
+from patrickstar._tiers.host_arena import ALIGN_BYTES, HostArena
 from patrickstar._tiers.host_tier import HostTier
 from patrickstar._tiers.swap_file import SwapFile
 
@@ -75,6 +75,7 @@ def profile_machine(device: torch.device, directory: str | Path | None = None) -
             cores=usable_cores(),
             matmul_tflops=max(_products(cpu, torch.bfloat16).items())[1],
             fp32_tflops=max(_products(cpu, torch.float32).items())[1],
+            page_lock=_page_lock_rate(hardware),
         ),
         links=Links(h2d=h2d, d2h=d2h),
         disk=disk,
@@ -214,6 +215,15 @@ def _update_rate(hardware: Hardware, numel: int = UPDATED_NUMEL) -> float:
         updates.close()
         host.unlock()
     return UPDATE_BYTES * numel / update_s
+
+
+def _page_lock_rate(hardware: Hardware) -> float | None:
+    """Return the bytes of new host memory that are page-locked per second, as an engine does; None if none are."""
+    arenas: list[HostArena] = []
+    lock_s = elapsed_s(lambda: arenas.append(hardware.host_arena(COPIED_BYTES)), hardware.device)
+    locked = arenas[0].page_locked
+    arenas[0].unlock()
+    return COPIED_BYTES / lock_s if locked else None
 
 
 def _copy_rates(hardware: Hardware) -> tuple[float, float]:

@@ -108,8 +108,8 @@ class OpBenchmark:
     def _time(self, run: Callable[[], Any]) -> float:
         """Return the median time of a run on the CPU.
 
-        Its results take memory that the allocator caches, as in a training step. Without a limit the allocator caches
-        nothing, and each run would include the page faults of its results.
+        Its results take memory that the allocator caches. Without a limit the allocator caches nothing, and each run
+        would include the page faults of its results, which are counted apart: see [Note: fresh pages].
         """
         times: list[float] = []
         self.meter.limit(self._hardware.free_device_bytes())

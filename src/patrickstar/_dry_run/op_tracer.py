@@ -16,6 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from patrickstar._dry_run.host_time import HostClock
 from patrickstar._dry_run.packed_products import is_packed_product, product_sides
 from patrickstar._dry_run.simulated_attention import attention_on
+from patrickstar._dry_run.simulated_blocks import SimulatedBlocks
 from patrickstar._hardware.cpu_allocator import CpuAllocator
 from patrickstar._schedule.fragmentation import NO_FRAGMENTATION, Fragmentation
 
@@ -134,7 +135,9 @@ class TensorMeter:
         self.baseline_bytes = 0
         self._meta_bytes = 0
         self._real_base = 0 if allocator is None else allocator.live_bytes
-        self._known: dict[int, int] = {}
+        self._known: dict[int, tuple[int, int]] = {}
+        """Bytes of a storage, and of its block."""
+        self.blocks = SimulatedBlocks()
 
     @property
     def live_bytes(self) -> int:
@@ -161,20 +164,26 @@ class TensorMeter:
         if storage._cdata in self._known:
             return
         nbytes = -(-nbytes // self.grain_bytes) * self.grain_bytes
-        self._known[storage._cdata] = nbytes
+        self._known[storage._cdata] = nbytes, self._take_block(nbytes)
         self._meta_bytes += nbytes
         self._note_peak()
         weakref.finalize(storage, self._forget, storage._cdata).atexit = False
 
+    def _take_block(self, nbytes: int) -> int:
+        return 0 if self.allocator is None else self.blocks.take(nbytes, self.live_bytes)
+
     def add_transient(self, nbytes: int) -> None:
         self._note_peak(nbytes)
+        self.blocks.free(self._take_block(nbytes), self.live_bytes)
 
     def add_persistent(self, nbytes: int) -> None:
         self._meta_bytes += nbytes
         self._note_peak()
 
     def _forget(self, key: int) -> None:
-        self._meta_bytes -= self._known.pop(key)
+        nbytes, block = self._known.pop(key)
+        self._meta_bytes -= nbytes
+        self.blocks.free(block, self.live_bytes)
 
     def calibrate(self, chunk_bytes: int) -> None:
         self.baseline_bytes = self.live_bytes
@@ -191,14 +200,14 @@ class TensorMeter:
         self.peak_bytes = self.live_bytes
 
     def reclaim(self) -> None:
-        """Do nothing: freed memory is never cached."""
+        """Do nothing: freed memory does not count."""
 
     def set_aside(self, budget_bytes: int) -> Fragmentation:
         """Return no fragmentation: that of a real device is part of what libraries use."""
         return NO_FRAGMENTATION
 
     def limit(self, nbytes: int) -> None:
-        """Do nothing: freed memory is never cached."""
+        self.blocks.limit(self.baseline_bytes + nbytes, self.live_bytes)
 
     def close(self) -> None:
         """Do nothing."""
@@ -310,6 +319,8 @@ class OpTracer(TorchDispatchMode):
             self.host.add(self.host.costs.view_s if cost is None else cost.launch_s)
         if cost is not None:
             self._count_memory(cost)
+            if self.host is not None:
+                self.host.add(self.host.costs.fresh_s * self.meter.blocks.take_fresh())
             self.advance(cost)
         return out
 

@@ -5,7 +5,14 @@ from dataclasses import dataclass
 from patrickstar._dry_run.lanes import Lane, Wait, end_s, exposed_table, picture
 from patrickstar._dry_run.simulated_channels import HOST
 from patrickstar._layout.byte_size import format_size
-from patrickstar._perf_model.text_tables import LINE_NAME_WIDTH, channels_table, memory_table, rows, sparkline
+from patrickstar._perf_model.text_tables import (
+    LINE_NAME_WIDTH,
+    channels_table,
+    format_seconds,
+    memory_table,
+    rows,
+    sparkline,
+)
 from patrickstar._schedule.trace import Trace
 from patrickstar._step.stats import StepStats
 
@@ -66,6 +73,10 @@ class DryRunReport:
     host_s: float = 0.0
     """Seconds of the host beside a GPU: Python, autograd, the engine and launches, if they were measured. They are
     hidden, but where the device waits for the host."""
+    page_lock_s: float = 0.0
+    """Part of `first_step_s` in which host memory is page-locked."""
+    first_step_s: float = 0.0
+    """Seconds until the first step has ended, which traces the operators: without building the model."""
     estimated: tuple[str, ...] = ()
     """Operators that could not be measured in isolation; their cost is a roofline estimate."""
 
@@ -123,10 +134,20 @@ class DryRunReport:
         if self.host_s > max(self.compute_s, *(used.busy_s for used in self.channels)):
             text = "Python and launches take the longest: larger batches or fewer, larger operators cost no more of it"
             pairs.append(("host", text))
+        if self.page_lock_s:
+            pairs.append(("first step", self.first_step))
         if self.estimated:
             names = ", ".join(self.estimated)
             pairs.append(("estimated", f"from operation and byte counts (not measurable in isolation): {names}"))
         return pairs
+
+    @property
+    def first_step(self) -> str:
+        """When the first step ends, if memory is page-locked before."""
+        return (
+            f"ends after {format_seconds(self.first_step_s)}, of which page-locking host memory takes "
+            f"{format_seconds(self.page_lock_s)}; building the model comes on top"
+        )
 
     @property
     def _sent(self) -> str:

@@ -144,6 +144,8 @@ class SimulatedHardware(Hardware):
         """Seconds of the host beside a GPU since the step's start: Python and launches."""
         self.launched: list[Interval] = []
         """These seconds, labelled with their phase."""
+        self.page_lock_s = 0.0
+        """Seconds of page-locking host memory so far, in which a process does nothing else."""
         self._meter = meter
         self._host_storages: set[int] = set()
 
@@ -216,6 +218,8 @@ class SimulatedHardware(Hardware):
         return None
 
     def host_arena(self, nbytes: int) -> HostArena:
+        if self.has_gpu and self.machine.host.page_lock is not None:
+            self.page_lock_s += nbytes / self.machine.host.page_lock
         with _disable_current_modes():
             arena = SimulatedArena(nbytes)
         if isinstance(self._meter, TensorMeter):

@@ -342,6 +342,8 @@ def simulate(
                         clock.add(clock.costs.meter_s * len(engine._core.tracer.trace.moments))
                         hardware.launch(clock.take())
                         hardware.clock.wait_for_host()
+                if not history:
+                    page_lock_s, first_step_s = hardware.page_lock_s, hardware.page_lock_s + hardware.clock.now
                 history.append(engine.stats.last)
                 left.append(hardware.left_s)
             channels = tuple(ChannelUse(each.name, each.busy_s, each.nbytes) for each in hardware.channels)
@@ -364,6 +366,8 @@ def simulate(
                 processes=processes,
                 replicas=replicas,
                 host_s=hardware.launched_s,
+                page_lock_s=page_lock_s,
+                first_step_s=first_step_s,
             )
         finally:
             engine.close(keep=False)

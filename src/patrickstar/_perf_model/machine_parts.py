@@ -78,7 +78,7 @@ def machine_of_parts(gpu: str, count: int = 1, host_memory: str | None = None, d
     """
     name, part = find_gpu(gpu)
     memory = parse_size(host_memory) if host_memory is not None else _usual_memory(part)
-    host: dict[str, Any] = {"memory": memory}
+    host: dict[str, Any] = {"memory": memory, "page_lock": 5e9}  # the latter as H200.toml
     if part.desktop:
         host |= {"memory_bandwidth": 67e9, "cores": 16}  # as RTX4090-desktop.toml
         described = "a desktop with two channels of DDR5-5600 and 16 cores"

@@ -62,7 +62,7 @@ class Host(_Part):
     core_bandwidth: Rate | None = None
     """Bandwidth of one core in an update, reads plus writes; None if a few cores saturate the memory."""
     page_lock: Rate | None = None
-    """Rate at which a process allocates, page-locks and fills new memory; None if the links are slower."""
+    """Rate at which a process allocates and page-locks new memory; None if it is unknown, or the links are slower."""
     matmul_tflops: float | None = Field(default=None, gt=0)
     """Rate of all cores in bfloat16; required if the host is the compute tier."""
     fp32_tflops: float | None = Field(default=None, gt=0)

@@ -66,6 +66,8 @@ def _step_rows(plan: Prediction) -> list[tuple[str, str]]:
                 f"`patrickstar train --dry-run --machine` shows such a step in full",
             )
         )
+        if plan.dry_run.page_lock_s:
+            found.append(("first step", plan.dry_run.first_step))
     found.append(
         (
             "estimate",

@@ -120,6 +120,7 @@ class Prediction:
             "step_s": self.step_s,
             "estimated_step_s": best.seconds,
             "bound_s": self.bound_s,
+            "first_step_s": None if self.dry_run is None else self.dry_run.first_step_s,
             "limited_by": self.limited_by,
             "tflops_per_process": self.tflops,
             "tokens_per_s": self.tokens_per_s,
