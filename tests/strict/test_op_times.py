@@ -8,7 +8,7 @@ import strict_device
 import torch
 
 from patrickstar._dry_run.device_timer import DeviceTimer
-from patrickstar._dry_run.machine_profile import _update_rate
+from patrickstar._dry_run.machine_profile import _page_lock_rate, _update_rate
 from patrickstar._dry_run.op_benchmark import MIN_RUNS, OpBenchmark
 from patrickstar._dry_run.op_tracer import OpCost
 from patrickstar._kernels.dispatch import Kernels
@@ -126,3 +126,14 @@ def test_an_update_reaches_the_kernel_in_the_pieces_of_a_step(monkeypatch):
     monkeypatch.setattr(streamed_update, "PIECE_NUMEL", NUMEL // 4)
     _update_rate(Hardware(torch.device("strict", 0)), NUMEL)
     assert set(lengths) == {NUMEL // 4}
+
+
+def test_the_rate_of_page_locking_is_that_of_memory_that_is_locked(monkeypatch):
+    """And it is unknown where nothing can be locked. No memory stays locked."""
+    hardware, made = Hardware(torch.device("strict", 0)), []
+    new_arena = hardware.host_arena
+    monkeypatch.setattr(hardware, "host_arena", lambda nbytes: made.append(new_arena(nbytes)) or made[-1])
+    rate = _page_lock_rate(hardware)
+    assert rate is not None and rate > 0 and not made[-1].page_locked
+    monkeypatch.setattr(type(hardware.accelerator), "page_lock", lambda *_: None)
+    assert _page_lock_rate(hardware) is None
