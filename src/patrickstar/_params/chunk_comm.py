@@ -67,6 +67,8 @@ class ChunkComm:
         self.counters = self.transports.counters
         self.pending: dict[int, PendingReduction] = {}
         """Requested reductions that have not started, by chunk index."""
+        self._summed: set[int] = set()
+        """Chunks with a sum of gradients that is not in place of this rank's shard."""
         self._left = False
         self._gather_target: Chunk | None = None
         self._gathering: Transfer | None = None
@@ -214,12 +216,14 @@ class ChunkComm:
     def finish_reduction(self, index: int) -> None:
         """Finish the pending reduction of a chunk and fold it into grad32."""
         self._manager.transfers.settle(self._manager[SHARD16, index])
-        sum_chunk = self._manager.chunks.get((SUM32, index))
-        if sum_chunk is not None:
+        if index in self._summed:
+            self._summed.discard(index)
+            sum_chunk = self._manager[SUM32, index]
             self._manager.transfers.settle(sum_chunk)
             for managed in self._own_params(index):
                 self._shards.add_to_list(managed, sum_chunk)
-            self._manager.remove(sum_chunk)
+            if not self._shards.by_chunk[index][0].schema.buffers:
+                self._manager.remove(sum_chunk)
 
     def _begin_reduction(self, index: int, contributes: bool) -> tuple[torch.Tensor | None, torch.Tensor, Chunk]:
         """Return this rank's gradients of a chunk, the buffer for the sum of its shard, and the buffer's chunk.
@@ -233,8 +237,9 @@ class ChunkComm:
             gradients = accumulated if accumulated is not None else chunk.on_device(chunk.whole)
         in_fp32 = self._reduces_in_fp32 and own.dtype.itemsize < ITEMSIZE["float32"]
         if in_fp32 or any(managed.state.late for managed in self._own_params(index)):
-            dtype = "float32" if in_fp32 else str(own.dtype).removeprefix("torch.")
-            sum_chunk = self._manager.new_chunk(SUM32, index, own.numel, dtype, Tier.HOST)
+            self._summed.add(index)
+            if (sum_chunk := self._manager.chunks.get((SUM32, index))) is None:
+                sum_chunk = self._manager.new_chunk(SUM32, index, own.numel, "float32", Tier.HOST)
             return gradients, sum_chunk.current(sum_chunk.whole), sum_chunk
         self._manager.mark_written(own, on_device=own.device.valid)
         for managed in self._own_params(index):
