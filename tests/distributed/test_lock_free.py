@@ -2,6 +2,7 @@
 
 import random
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,63 @@ def loops(folder: str, seeds: list[int], replicas: int = 1) -> None:
 @pytest.mark.parametrize("size, replicas", [(2, 1), (4, 2)])
 def test_run_replay_and_reference_agree(size, replicas, tmp_path):
     ranks.run(size, loops, folder=str(tmp_path), seeds=ranks.seeds(32 // size), replicas=replicas)
+
+
+def killed_config(folder: Path) -> ps.Config:
+    """Return a configuration with too little host memory."""
+    late = ps.LockFree(after=1, max_staleness=3, log=folder / "run.jsonl")
+    budgets = dict(device_memory="60KiB", host_memory="2KiB", disk=ps.Disk(folder))
+    return ps.Config(device="cpu", precision="bf16", chunk_size="10KiB", update=late, **budgets)
+
+
+@ranks.joined
+def train(folder: str, steps: int, die_at: int) -> None:
+    """Train from the newest checkpoint; unless the run was resumed, the last rank dies; runs in each process."""
+    rank, checkpoints = dist.get_rank(), ps.Checkpoints(Path(folder, "saved"))
+    with pytest.MonkeyPatch.context() as patch:
+        own_batches(patch)
+        let_chances_pass(patch, 0.6, rank + 10 * die_at)
+        config = with_least_host_memory(killed_config(Path(folder)), 1, 0)
+        torch.manual_seed(0)
+        engine = ps.Engine(build, config, world=World(CPU), page_bytes=8192, meter=ps.testing.NoMeter())
+        saved = checkpoints.load(engine)
+        for step in range(saved["step"] + 1 if saved else 1, steps + 1):
+            cases.backward(engine, step)
+            if step == die_at and rank == dist.get_world_size() - 1:
+                ranks.die()
+            engine.optimizer.step()
+            if step % 3 == 0:
+                checkpoints.save(engine, step, {"step": step})
+        assert engine.stats.total.staleness > 0
+        torch.save(engine.state_dict(), Path(folder, f"end-{rank}"))
+        engine.close(keep=False)
+
+
+@ranks.joined
+def follow(folder: str, steps: int) -> None:
+    """Compare the end with plain PyTorch in the order of the logs; runs in each process."""
+    rank, log = dist.get_rank(), Path(folder, "run.jsonl")
+    with pytest.MonkeyPatch.context() as patch:
+        own_batches(patch)
+        torch.manual_seed(0)
+        config = killed_config(Path(folder)).model_copy(update=dict.fromkeys(["disk", "host_memory", "device_memory"]))
+        reference = AveragingTrainer(build, replaying(config, log.with_name(f"run-{rank}.jsonl")))
+        reference.optimizer = LockFreeAveraging(reference, log)
+        for step in range(1, steps + 1):
+            cases.backward(reference, step)
+            reference.optimizer.step()
+            if step % 3 == 0:
+                reference.optimizer.flush()
+        ps.testing.assert_same_bits(reference.state_dict(), torch.load(Path(folder, f"end-{rank}")), "end")
+
+
+@pytest.mark.parametrize("die_at", [5, *(pytest.param(step, marks=pytest.mark.slow) for step in (2, 4, 6, 7))])
+def test_a_killed_run_goes_on_and_its_logs_with_it(die_at, tmp_path):
+    options = {"folder": str(tmp_path), "steps": 8}
+    ended = ranks.wait(ranks.start(2, train, options | {"die_at": die_at}))
+    assert ended[1].code == -signal.SIGKILL and ended[0].code == 1, ended[0].text
+    ranks.run(2, train, **options, die_at=0)
+    ranks.run(2, follow, **options)
 
 
 @pytest.mark.slow
