@@ -146,9 +146,9 @@ def _parts(log: LoggedRun, trainer: ReferenceTrainer) -> dict[tuple[int, int], l
     parts: dict[tuple[int, int], list[Part]] = {}
     for index, chunk in log.pages.items():
         numel = chunk["page_numel"]
-        for name, offset, count in chunk["params"]:
-            for page in range(offset // numel, -(-(offset + count) // numel)):
+        for name, offset, count, *starts in chunk["params"]:
+            for page in range(offset // numel, -(-(offset + count) // numel)) if count else ():
                 begin, end = max(offset, page * numel), min(offset + count, (page + 1) * numel)
-                part = trainer.master(params[name]), slice(begin - offset, end - offset)
+                part = trainer.master(params[name]), slice(begin - offset + sum(starts), end - offset + sum(starts))
                 parts.setdefault((int(index), page), []).append(part)
     return parts

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import patrickstar as ps
+from patrickstar._lock_free_reference import _parts
+from patrickstar._step.update_log import LoggedRun, UpdateRecord
 
 
 class AveragingOptimizer(ps.testing.ReferenceOptimizer):
@@ -103,6 +106,36 @@ class AveragingTrainer(ps.testing.ReferenceTrainer):
                 self.masters[param].grad = (total * (1.0 / self.batches)).to(param.device)
             self.sums.clear()
         super().unscale()
+
+
+class MergedLog:
+    """Logs of lock-free updates of all processes, whose chunks are numbered one after another."""
+
+    STEP = 10_000
+
+    def __init__(self, path: Path) -> None:
+        ranks = range(dist.get_world_size())
+        self.runs = [LoggedRun(path.with_name(f"{path.stem}-{rank}{path.suffix}")) for rank in ranks]
+
+    @property
+    def pages(self) -> dict[str, Any]:
+        """All pages."""
+        numbered = enumerate(run.pages.items() for run in self.runs)
+        return {str(rank * self.STEP + int(index)): chunk for rank, pages in numbered for index, chunk in pages}
+
+    def at(self, step: int) -> list[UpdateRecord]:
+        """Return the updates whose results the forward after a step was the first to read."""
+        records = [(rank, record) for rank, run in enumerate(self.runs) for record in run.at(step)]
+        return [record._replace(chunk=rank * self.STEP + record.chunk) for rank, record in records]
+
+
+class LockFreeAveraging(AveragingOptimizer, ps.testing.LockFreeOptimizer):
+    """Reference of lock-free updates of several processes, which follows the logs of all."""
+
+    def __init__(self, trainer: AveragingTrainer, path: Path) -> None:
+        super().__init__(trainer)
+        self.log: Any = MergedLog(path)
+        self.parts = _parts(self.log, trainer)
 
 
 # [Note: gradients on a mesh]

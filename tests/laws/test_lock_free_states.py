@@ -311,7 +311,7 @@ def test_options_and_budgets_that_are_refused_before_training(tmp_path):
         ps.LockFree(log="a/../updates", replay="updates")
     with pytest.raises(ConfigError, match=r"^Config: gradient_dtype='16-bit' stores gradients without the loss scale"):
         config_of(ps.LockFree(gradient_dtype="16-bit"), precision="fp16", **IN_MEMORY)
-    with pytest.raises(ps.errors.BudgetError, match=r"lock-free updates need \d+ bytes .* on the host"):
+    with pytest.raises(ps.errors.BudgetError, match=r"late updates need \d+ bytes .* on the host"):
         engine_with(config_of(ps.LockFree(), disk=ps.Disk(tmp_path), host_memory="100KiB"))
 
 

@@ -267,7 +267,7 @@ class EngineCore:
         with self.close_on_data_loss():
             self.optimizer_in_backward.speculation.cancel()
             if self.sharing.synchronize_to_drop() and self.gradients.late:
-                self._flush()
+                self.end_delay()
                 self.shards.backwards_in_step = 0
             self.optimizer_step.end_step()  # of one that was interrupted
             if to_zeros:
@@ -283,9 +283,10 @@ class EngineCore:
         if self.config.update is not None:
             self.data.residency.end()
             self.sharing.synchronize_processes(Request.WRITE)
-            self._flush()
+            self.end_delay()
 
-    def _flush(self) -> None:
+    def end_delay(self) -> None:
+        """Make the newest parameters those that operators read, once all processes have synchronized."""
         with self.internal_computation():
             self.optimizer_step.flush()
             self.sharing.drop_gathered()

@@ -15,8 +15,7 @@ from patrickstar._engine.param_init import make_layout
 from patrickstar._hardware.accelerator import TorchDevice
 from patrickstar._layout.chunk_mapping import Layout, ParamSpec
 from patrickstar._params.chunk_comm import ChunkComm
-from patrickstar.config import Config, LockFree
-from patrickstar.errors import ConfigError
+from patrickstar.config import Config
 
 
 def negotiate_layout(
@@ -32,11 +31,6 @@ def negotiate_layout(
     Raises:
         ConfigError: Versions, models or options differ; the message names the first difference.
     """
-    if isinstance(config.update, LockFree) and world.size > 1:
-        raise ConfigError(
-            f"update={config.update!r} is made by one process only, and {world.size} processes share this model: "
-            f"leave it out"
-        )
     facts = {
         "the version of PyTorch": torch.__version__,
         "the version of PatrickStar": version("patrickstar"),
@@ -47,7 +41,7 @@ def negotiate_layout(
         "chunk_size": config.chunk_size,
         "use of a disk": config.disk is not None,
         "optimizer": type(config.optimizer).__name__,
-        "update": config.update and [type(config.update).__name__, config.update.after],
+        "update": config.update and [type(config.update).__name__, config.update.model_dump(exclude={"log", "replay"})],
         "the optimizer's states": list(config.optimizer.states),
         "parameters": [
             [name, list(param.shape), str(param.dtype), param.requires_grad]

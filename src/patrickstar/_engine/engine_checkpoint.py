@@ -73,10 +73,11 @@ class EngineCheckpoint:
             for managed in shards.managed_params
             if managed.in_next_step or managed.state.partial is not None
         ]
-        if not unused and core.optimizer_step.lock_free is not None:
-            core.flush()  # checkpoints hold no sums of gradients
+        core.data.residency.end()
         core.sharing.synchronize_processes(Request.STATE)
         with core.sharing.collective_section():
+            if core.optimizer_step.lock_free is not None and not any(core.world.all_gather_object(bool(unused))):
+                core.end_delay()  # checkpoints hold no sums of gradients
             core.sharing.share_optimizer_extra()
             pieces: list[TensorShard] = []
             error: Exception | None = None

@@ -110,8 +110,8 @@ def param_specs(
     embeddings = lookup_weights(module)
     specs = []
     for name, param in module.named_parameters():
-        schema = _schema(dtypes[name], param.requires_grad, config, lists.get(param))
         sharding = shardings[name] if shardings else None
+        schema = _schema(dtypes[name], param.requires_grad, config, lists.get(param), sharding is not None)
         numel, group = (param.numel(), None) if sharding is None else (sharding.numel, sharding.group)
         if sharding is not None and sharding.parts and param in whole and param.requires_grad:
             raise ConfigError(
@@ -122,7 +122,9 @@ def param_specs(
     return specs
 
 
-def _schema(dtype: torch.dtype, trained: bool, config: Config, states: tuple[str, ...] | None) -> ParamSchema:
+def _schema(
+    dtype: torch.dtype, trained: bool, config: Config, states: tuple[str, ...] | None, shared: bool
+) -> ParamSchema:
     """Return the schema of a parameter; `states`: its chunk lists of states if they are not those of most."""
     update = config.update
     return schema_for(
@@ -132,6 +134,7 @@ def _schema(dtype: torch.dtype, trained: bool, config: Config, states: tuple[str
         state_dtypes=config.optimizer.state_dtypes,
         delayed=isinstance(update, Delayed),
         buffered=update.gradient_dtype if isinstance(update, LockFree) else None,
+        summed=config.reduce_dtype if shared and update is not None else None,
     )
 
 
@@ -277,7 +280,7 @@ def unfreeze(
         ParamSpec(
             managed.name,
             managed.layout_numel,
-            _schema(managed.chunk.dtype, True, config, lists.get(managed.param)),
+            _schema(managed.chunk.dtype, True, config, lists.get(managed.param), managed.sharding is not None),
             managed.embedding,
             group=None if managed.sharding is None else managed.sharding.group,
             whole=managed.param in whole,

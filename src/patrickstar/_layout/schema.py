@@ -29,11 +29,13 @@ BUFFERED16 = "buffered16"
 BUFFERED_GRAD = "buffered_grad"
 """Sum of the gradients that no lock-free update has used yet, on the host (Angel-PTM's buffered gradients)."""
 GRAD32 = "grad32"
-"""Accumulated gradient. Not part of a schema: its chunks are created only when gradients are accumulated."""
+"""Accumulated gradient. Part of a schema only if several processes have late updates; others create its chunks when
+gradients are accumulated."""
 KEPT32 = "kept32"
 """With several processes: gradients of whole chunks, accumulated on this rank and not yet reduced."""
 SUM32 = "sum32"
-"""With several processes: fp32 sum of the gradients of all ranks, before it is added to `grad32`."""
+"""With several processes: sum of the gradients of all ranks, before it is added to `grad32`, where it can't be in place
+of the shard: in fp32, or beside a late update."""
 
 HOST_ONLY = NODE16, KEPT32, SUM32, BUFFERED16, BUFFERED_GRAD
 """Lists that are never moved to disk."""
@@ -64,7 +66,7 @@ class ParamSchema:
 
     lists: tuple[ListSpec, ...]
     buffers: tuple[ListSpec, ...] = ()
-    """Lists that stay on the host, for lock-free updates."""
+    """Lists that stay on the host, for late updates."""
 
     # Stored, because each update reads them.
     optimizer_lists: tuple[ListSpec, ...] = field(init=False, compare=False, repr=False)
@@ -119,6 +121,7 @@ def schema_for(
     state_dtypes: Mapping[str, str] = NO_DTYPES,
     delayed: bool = False,
     buffered: str | None = None,
+    summed: str | None = None,
 ) -> ParamSchema:
     """Return the schema of a parameter with this compute dtype.
 
@@ -129,6 +132,7 @@ def schema_for(
         delayed: Add a list for the gradients of a delayed update.
         buffered: Add the buffers of lock-free updates, with sums of gradients in "fp32" (the master's dtype) or in
             "16-bit" (the compute dtype).
+        summed: Add a buffer for the sum of the gradients of all ranks, likewise, and the gradient list.
     """
     compute = ListSpec(PARAM16, dtype)
     if not trained:
@@ -137,7 +141,6 @@ def schema_for(
     gradients = (ListSpec(DELAYED16, dtype),) if delayed else ()
     state_specs = (ListSpec(kind, state_dtypes.get(kind, master)) for kind in states)
     lists = (compute, ListSpec(PARAM32, master), *state_specs, *gradients)
-    if buffered is None:
-        return ParamSchema(lists)
-    sums = ListSpec(BUFFERED_GRAD, master if buffered == "fp32" else dtype)
-    return ParamSchema(lists, (ListSpec(BUFFERED16, dtype), sums))
+    sums = ((SUM32, summed), (GRAD32, summed and "fp32"), (BUFFERED_GRAD, buffered))
+    buffers = tuple(ListSpec(kind, master if name == "fp32" else dtype) for kind, name in sums if name is not None)
+    return ParamSchema(lists, buffers if buffered is None else (ListSpec(BUFFERED16, dtype), *buffers))

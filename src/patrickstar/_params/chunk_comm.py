@@ -67,6 +67,8 @@ class ChunkComm:
         self.counters = self.transports.counters
         self.pending: dict[int, PendingReduction] = {}
         """Requested reductions that have not started, by chunk index."""
+        self._summed: set[int] = set()
+        """Chunks with a sum of gradients that is not in place of this rank's shard."""
         self._left = False
         self._gather_target: Chunk | None = None
         self._gathering: Transfer | None = None
@@ -222,11 +224,14 @@ class ChunkComm:
     def finish_reduction(self, index: int) -> None:
         """Finish the pending reduction of a chunk and fold it into grad32."""
         self._manager.transfers.settle(self._manager[SHARD16, index])
-        if (sum_chunk := self._manager.chunks.get((SUM32, index))) is not None:
+        if index in self._summed:
+            self._summed.discard(index)
+            sum_chunk = self._manager[SUM32, index]
             self._manager.transfers.settle(sum_chunk)
             for managed in self._own_params(index):
                 self._shards.add_to_list(managed, sum_chunk)
-            self._manager.remove(sum_chunk)
+            if not self._shards.by_chunk[index][0].schema.buffers:
+                self._manager.remove(sum_chunk)
 
     def _begin_reduction(self, index: int, contributes: bool) -> tuple[torch.Tensor | None, torch.Tensor, Chunk]:
         """Return this rank's gradients of a chunk, the buffer for the sum of its shard, and the buffer's chunk.
@@ -240,12 +245,8 @@ class ChunkComm:
             gradients = accumulated if accumulated is not None else chunk.on_device(chunk.whole)
         in_fp32 = self._reduces_in_fp32 and own.dtype.itemsize < ITEMSIZE["float32"]
         if in_fp32 or any(managed.state.late for managed in self._own_params(index)):
-            dtype = "float32" if in_fp32 else str(own.dtype).removeprefix("torch.")
-            on_device = self._shards.grad_list_tier(self._shards.by_chunk[index][0]) is Tier.DEVICE
-            sums = [] if on_device else [earlier for kind, earlier in self._manager.chunks if kind == SUM32]
-            while sums and not self._manager.free_host(own.numel * ITEMSIZE[dtype]):
-                self.finish_reduction(sums.pop(0))
-            own = self._manager.new_chunk(SUM32, index, own.numel, dtype, Tier.DEVICE if on_device else Tier.HOST)
+            self._summed.add(index)
+            own = self._sum_chunk(index, own.numel)
         else:
             self._manager.load_shard(own, read=False)
             self._manager.mark_written(own, on_device=own.device.valid)
@@ -254,6 +255,18 @@ class ChunkComm:
         if contributes and accumulated is None and not own.device.valid:
             self.counters.d2h_bytes += own.nbytes
         return gradients, own.current(own.whole), own
+
+    def _sum_chunk(self, index: int, numel: int) -> Chunk:
+        """Return the buffer for the sum of a chunk's shard; on the host, end earlier sums if it has no room."""
+        chunk = self._manager.chunks.get((SUM32, index))
+        if chunk is not None:
+            return chunk
+        if self._shards.grad_list_tier(self._shards.by_chunk[index][0]) is Tier.DEVICE:
+            return self._manager.new_chunk(SUM32, index, numel, "float32", Tier.DEVICE)
+        sums = [earlier for kind, earlier in self._manager.chunks if kind == SUM32]
+        while sums and not self._manager.free_host(numel * ITEMSIZE["float32"]):
+            self.finish_reduction(sums.pop(0))
+        return self._manager.new_chunk(SUM32, index, numel, "float32", Tier.HOST)
 
     def _own_params(self, index: int) -> list[ManagedParam]:
         return [managed for managed in self._shards.by_chunk[index] if managed.location.numel]

@@ -245,6 +245,13 @@ class LocalShards:
         with_square = zip(self.managed_params, squares, strict=True)
         return tuple(square for managed, square in with_square if managed.in_next_step), int(non_finite_total)
 
+    def agree_on_steps(self) -> None:
+        """Let each parameter have as many updates as that of its parts, on any rank, which has had most."""
+        own = [managed.steps if managed.location.numel else 0 for managed in self.managed_params]
+        rows = self.world.all_gather(torch.tensor(own, device="cpu"))
+        for managed, steps in zip(self.managed_params, rows.amax(0).tolist(), strict=True):
+            managed.steps = steps or managed.steps
+
     def write_gradient(self, managed: ManagedParam, flat: torch.Tensor) -> None:
         """Replace the gradient of this rank's shard, in one place or two, by `flat`."""
         if not managed.has_gradient:
@@ -339,7 +346,7 @@ class LocalShards:
             if not evicts:
                 return Tier.DEVICE
         fits = self.manager.disk_tier is None or master_chunk.nbytes <= self.manager.host_tier.free_bytes
-        return Tier.HOST if (master_chunk.device.valid or master_chunk.host.valid) and fits else Tier.DISK
+        return Tier.HOST if master_chunk.in_memory and fits else Tier.DISK
 
     def add_to_list(self, managed: ManagedParam, source: Chunk) -> None:
         """Add a parameter's gradient, which is in `source`, to the gradient list."""

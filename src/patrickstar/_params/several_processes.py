@@ -22,7 +22,8 @@ from patrickstar.errors import BudgetError, TrainingError
 # gradients it is submitted: the gradients of all ranks are reduced, each rank's part of the result replaces its own
 # shard of the parameters, and the gathered chunk leaves the device. From then on the owner's shard holds the gradient;
 # before any rank can gather the parameter again, its owner restores the shard from the master. Gradients of later
-# backwards are reduced as well, and the owner adds them in fp32.
+# backwards are reduced as well, and the owner adds them in fp32. While an update is late, the shard is not the rounded
+# master, and no rank knows whether another one gathers it again: the sum goes to `sum32`, then to the gradient list.
 #
 # In one backward a chunk is reduced once: in which order the gradients of the ranks are added decides the bits of their
 # sum. A chunk that must leave the device before it is complete is accumulated on the host until backward ends.
@@ -340,6 +341,8 @@ class SeveralProcesses:
                 managed.begin_update()
                 self.shards.end_update((managed,))
                 managed.state.late = late
+            if late:  # an owner may have renewed it
+                torch.autograd.graph.increment_version(managed.param)
             managed.state.ready = managed.state.reducing = False
         self.drop_gathered(index for index, params in self.shards.by_chunk.items() if params[0].schema.trained)
         self._nothing_to_drop = True
@@ -355,7 +358,11 @@ class SeveralProcesses:
     # Values
 
     def share_optimizer_extra(self) -> None:
-        """Copy `optimizer_extra` of each parameter from the lowest rank with a shard of it to ranks without one."""
+        """Copy `optimizer_extra` of each parameter from the lowest rank with a shard of it to ranks without one.
+
+        Agree on the number of updates, which differs between shards if updates are lock-free.
+        """
+        self.shards.agree_on_steps()
         managed_params = self.shards.managed_params
         owned = [each for each in managed_params if each.location.numel and each.optimizer_extra]
         own = {managed.name: to_json(managed.optimizer_extra) for managed in owned}

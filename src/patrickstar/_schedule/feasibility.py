@@ -43,7 +43,7 @@ def check_budgets(
     """Raise BudgetError with the smallest sufficient budgets if the model data does not fit the tiers.
 
     `operators` holds the parameter names that each operator reads. `budgets` excludes `staging_bytes` (host, for
-    transfers), the buffers of lock-free updates (host), `library_bytes` (device, for cuBLAS) and what is left to
+    transfers), the buffers of late updates (host), `library_bytes` (device, for cuBLAS) and what is left to
     `fragmentation` of `device_memory`, the budget of the device; the error includes them. `update_bytes` is what the
     update of a whole parameter needs on the device. Activations are not counted.
     """
@@ -81,15 +81,13 @@ def check_budgets(
     if unplanned:
         needs += f", and {unplanned} bytes ({format_size(unplanned)}) of its budget are left to fragmentation"
     if layout.buffer_bytes:
-        needs += (
-            f", and lock-free updates need {layout.buffer_bytes} bytes ({format_size(layout.buffer_bytes)}) on the host"
-        )
+        needs += f", and late updates need {layout.buffer_bytes} bytes ({format_size(layout.buffer_bytes)}) on the host"
     if with_disk:
         all_on_disk = {chunk.index: ChunkTiers(Tier.DEVICE, Tier.DISK) for chunk in layout.chunks}
         disk = disk_bytes(layout.chunks, all_on_disk)
         shards = least_shard_bytes(layout.chunks)
         min_host = reserved + shards
-        purpose = " and buffers of lock-free updates" if layout.buffer_bytes else ""
+        purpose = " and buffers of late updates" if layout.buffer_bytes else ""
         purpose += " and shards of the parameters" if shards else ""
         min_device = device_budget(working_set)
         shortage = {

@@ -88,7 +88,10 @@ class GradientBuffer(Home):
         return {
             str(index): {
                 "page_numel": self.pages(index)[0].numel if self.pages(index) else 0,
-                "params": [[each.name, each.location.offset, each.location.numel] for each in managed_params],
+                "params": [
+                    [each.name, each.location.offset, each.location.numel, *([each.shard_start] * each.chunk.sharded)]
+                    for each in managed_params
+                ],
             }
             for index, managed_params in self.data.by_chunk.items()
             if managed_params[0].schema.trained

@@ -13,7 +13,7 @@ from patrickstar._params.managed_param import ManagedParam
 from patrickstar._step.gradient_buffer import BufferedPage, GradientBuffer, by_chunk
 from patrickstar._step.update import Update, give_up
 from patrickstar._step.update_dispatch import Updates
-from patrickstar._step.update_log import LoggedRun, UpdateLog, UpdateRecord
+from patrickstar._step.update_log import LoggedRun, UpdateLog, UpdateRecord, log_of_rank
 from patrickstar._step.update_rules import UpdateRules
 from patrickstar._tiers.chunk import Chunk
 from patrickstar.config import LockFree
@@ -57,7 +57,7 @@ class LockFreeUpdates:
         self._updates = updates
         self._by_pages = all(rule.by_pages for rule in optimizer.default_rules())
         self.buffer = GradientBuffer(data, update_rules, self._page_numel)
-        self._replay = None if options.replay is None else LoggedRun(options.replay)
+        self._replay = None if options.replay is None else LoggedRun(log_of_rank(options.replay, data.world))
         self._log: UpdateLog | None = None
         self._in_progress = False
         """True from the beginning to the end of a step, also if it was interrupted."""
@@ -77,7 +77,7 @@ class LockFreeUpdates:
         if self._replay is not None:
             self._replay.check_any(self._run_options, self.buffer.describe())
         if self.options.log is not None:
-            self._log = UpdateLog(self.options.log, self._run_options)
+            self._log = UpdateLog(log_of_rank(self.options.log, self.data.world), self._run_options)
 
     @property
     def _run_options(self) -> dict[str, Any]:
@@ -181,7 +181,7 @@ class LockFreeUpdates:
                 self.data.restore_own(managed)
             self.buffer.fill(managed)
         self.data.end_update([managed])
-        managed.state.late = True
+        managed.state.late = was_delayed or group is not None
 
     def _updates_in_step(self, index: int) -> bool:
         """Return whether the states of a chunk are updated in the step."""
@@ -284,6 +284,7 @@ class LockFreeUpdates:
 
     def publish_all(self) -> None:
         """Make the newest parameters those that operators read. All updates have ended."""
+        self.data.agree_on_steps()
         for managed in self.data.managed_params:
             interruption_point()
             self._publish(managed)

@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from patrickstar._distributed.process_group import Processes
 from patrickstar.errors import ConfigError, TrainingError
 
 FORMAT = 1
@@ -17,7 +18,8 @@ BLOCK_BYTES = 1 << 16
 # The file has one JSON object per line. The first one has options of the run, and describes the pages:
 #     {"format": 1, "after_step": 39, "after": 40, "gradient_dtype": "fp32",
 #      "chunks": {"0": {"page_numel": 1048576, "params": [["weight", 0, 4096]]}}}
-# `params` holds name, first element and number of elements. There is one more after each resumption, and if the pages
+# `params` holds name, first element and number of elements, and with several processes the first element of the
+# parameter that they are. There is one more after each resumption, and if the pages
 # have changed: lines before it that are of steps after `after_step` are void, since the resumed run repeats them.
 # The others hold the updates whose results the forward of the step after `step` was the first to read, as chunk, page,
 # first and last step whose gradients each has used; one line for each step:
@@ -26,6 +28,12 @@ BLOCK_BYTES = 1 << 16
 # loop repeats its flushes, which make all updates.
 
 Pages = Mapping[str, Mapping[str, Any]]
+
+
+def log_of_rank(path: str | Path, world: Processes) -> Path:
+    """Return the file of this process: with several processes `run.jsonl` of rank 1 is `run-1.jsonl`."""
+    path = Path(path)
+    return path if world.size == 1 else path.with_name(f"{path.stem}-{world.rank}{path.suffix}")
 
 
 class UpdateRecord(NamedTuple):
