@@ -83,7 +83,9 @@ def on_disk(seeds: list[int], folder: str, replicas: int = 1, speculates: bool =
             return seen
 
         compare(shape.build, config, checked, seed, replicas, evict_everything=evict, page_bytes=PAGE_BYTES)
-    assert 2 * sum(map(bool, found)) >= len(found), f"bytes of shards on disk, or confirmed early updates: {found}"
+    assert any(found) if speculates else 2 * sum(map(bool, found)) >= len(found), (
+        f"bytes of shards on disk, or confirmed early updates: {found}"
+    )
 
 
 @pytest.mark.parametrize("size, replicas", [(2, 1), (4, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
