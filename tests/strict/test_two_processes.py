@@ -13,6 +13,7 @@ import torch.distributed as dist
 from distributed import ranks
 from distributed.reference import AveragingTrainer
 from distributed.test_exactness import mesh_of, random_config, random_shape
+from distributed.test_shards_on_disk import PAGE_BYTES, least_host_bytes, wide_shape
 from sampling import draws
 from toys import inputs, layers, mean_square, train
 
@@ -23,8 +24,8 @@ WITHIN_S = 600.0
 """Seconds after which a process hangs, also on a busy machine."""
 
 
-def on_device(seeds: list[int], replicas: int = 1) -> None:
-    """Train random models on strict devices; runs in each process."""
+def on_device(seeds: list[int], replicas: int = 1, folder: str | None = None) -> None:
+    """Train random models on strict devices; runs in each process. `folder`: of a disk that stores the shards."""
     import strict_device
 
     dist.init_process_group("gloo")
@@ -32,11 +33,17 @@ def on_device(seeds: list[int], replicas: int = 1) -> None:
     world = World(torch.device("strict", 0))
     for seed in seeds:
         draw = random.Random(seed)
-        shape = random_shape(draw)
+        shape = random_shape(draw) if folder is None else wide_shape(draw)
         config = random_config(draw).model_copy(
             update={"device": "strict", "host_memory": 1 << 23, "device_memory": draw.choice([1 << 14, 1 << 17])}
         )
         loop = {"accumulation": draw.choice([1, 1, 2, 4]), "reduce_once": draw.random() < 0.5}
+        if folder is not None:
+            loop["reduce_once"] = False  # such sums of gradients are on the host
+            config = config.model_copy(update={"device_memory": 1 << 20, "disk": ps.Disk(folder)})
+            least = least_host_bytes(shape, config, replicas, World(torch.device("strict", 0)))
+            world = World(torch.device("strict", 0))
+            config = config.model_copy(update={"host_memory": least + draw.choice([0, 40_000])})
         max_norm = draw.choice([None, 0.1])
         generator = torch.Generator().manual_seed(1000 * seed + world.rank)
         data = [(torch.randint(0, 11, (2, 4), generator=generator).to("strict"),) for _ in range(4)]
@@ -48,6 +55,7 @@ def on_device(seeds: list[int], replicas: int = 1) -> None:
         strict_device.configure(seed=100 * seed + world.rank)
         torch.manual_seed(seed)
         hooks = dict(poison=True, meter=ps.testing.NoMeter(), evict_everything=draw.random() < 0.5)
+        hooks |= {} if folder is None else {"page_bytes": PAGE_BYTES}
         engine = ps.Engine(shape.build, config, world=world, mesh=mesh, **hooks)
         found = train(engine, data, max_norm=max_norm, **loop)
         ps.testing.assert_same_bits(expected, found, "results")
@@ -58,6 +66,10 @@ def on_device(seeds: list[int], replicas: int = 1) -> None:
 
 def test_no_schedule_changes_the_results_of_two_processes():
     ranks.run(2, on_device, seeds=list(range(draws(12))))
+
+
+def test_no_schedule_changes_the_results_of_shards_on_disk(tmp_path):
+    ranks.run(2, on_device, seeds=list(range(40, 40 + draws(8))), folder=str(tmp_path))
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])

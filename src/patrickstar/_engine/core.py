@@ -214,11 +214,12 @@ class EngineCore:
         self,
         groups: Callable[[], Mapping[ManagedParam, Mapping[str, Any]]],
         param_groups: Iterable[Mapping[str, Any]],
+        promised: bool,
     ) -> None:
-        """Let the backward that begins update chunks if the step is likely to decide as in the last one."""
+        """Let the backward that begins update chunks if the step is likely, or `promised`, to decide as assumed."""
         speculation = self.optimizer_in_backward.speculation
         if speculation.possible and not self.optimizer_step.next_is_late:
-            speculation.begin(groups, hyper_parameters(param_groups), self.gradients.scales)
+            speculation.begin(groups, hyper_parameters(param_groups), self.gradients.scales, promised=promised)
 
     @engine_call
     def step(self, groups: Mapping[ManagedParam, Mapping[str, Any]], param_groups: Iterable[dict[str, Any]]) -> None:

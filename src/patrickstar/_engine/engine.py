@@ -327,7 +327,7 @@ class Engine:
             retain_graph: Keep the autograd graph for another backward.
             update: Update each chunk during backward, as soon as its gradients are complete (optimizer-in-backward).
                 `optimizer.step()` must be the next call: no clipping, no reading of gradients, no change of
-                hyper-parameters in between. With several processes the update runs in the step as usual.
+                hyper-parameters in between. With several processes only updates into spare memory begin early.
             accumulate: Another backward precedes the step. Has an effect only with several processes: each sums its
                 gradients in fp32 on the host (4 bytes per parameter of the whole model), and the last backward averages
                 them once. If False, every backward averages; the sums take 4 bytes per parameter, sharded.
@@ -354,7 +354,7 @@ class Engine:
                 "with fp16 no parameter can be updated before all gradients are known to be finite: leave out "
                 "update=True, or use precision='bf16'"
             )
-        # Gradients of several processes are complete only after all processes have synchronized, at the step.
+        # Another process may gather parameters until all have synchronized, at the step: updates must not replace them.
         # A delayed update runs beside the next step anyway, and one of all parameters needs all gradients.
         step = self._core.optimizer_step
         in_backward = update and self.world.size == 1 and not step.next_is_late and step.together is None
@@ -366,7 +366,7 @@ class Engine:
         if groups is not None:
             self._core.optimizer_in_backward.begin(groups)
         else:
-            self._core.begin_speculation(self.optimizer.managed_groups, self.optimizer.param_groups)
+            self._core.begin_speculation(self.optimizer.managed_groups, self.optimizer.param_groups, promised=update)
         with self._core.cleanup_on_error():
             holds = self._core.interceptor.lock.begin_backward()
             try:

@@ -56,8 +56,7 @@ class Speculation:
             if optimizer_step.updates.host is not None:
                 self._host = HostSpeculation(self.data, optimizer_step.updates, optimizer_step.updates.host)
                 self._speculators.append(self._host)
-            # Shards of parameters are never on disk, where updates of states on disk would write them.
-            if optimizer_step.updates.disk is not None and self.data.world.size == 1:
+            if optimizer_step.updates.disk is not None:
                 self._disk = DiskSpeculation(self.data, optimizer_step.updates.disk)
                 self._speculators.append(self._disk)
         self._in_place = InPlace(self.data)
@@ -86,7 +85,12 @@ class Speculation:
         }
 
     def begin(
-        self, groups: Callable[[], Mapping[ManagedParam, Mapping[str, Any]]], options: Any, scales: Sequence[float]
+        self,
+        groups: Callable[[], Mapping[ManagedParam, Mapping[str, Any]]],
+        options: Any,
+        scales: Sequence[float],
+        *,
+        promised: bool = False,
     ) -> None:
         """Begin a backward.
 
@@ -94,10 +98,11 @@ class Speculation:
             groups: Returns the param group of each parameter.
             options: Copy of the hyper-parameters, to be compared with those of the step.
             scales: Factors of the gradients if nothing is clipped.
+            promised: The caller says that the step comes next, and clips nothing.
         """
         self.cancel()
         self._scales, self._options = scales, options
-        if self._confident and self.data.backwards_in_step == self._backwards:
+        if promised or (self._confident and self.data.backwards_in_step == self._backwards):
             self.assumption = Assumption(groups().get, scales)
             if self._host is not None:
                 self._host.begin()
