@@ -9,7 +9,7 @@ from patrickstar._layout.schema import GRAD32
 from patrickstar._params.managed_param import ManagedParam, check_not_updated
 from patrickstar._params.residency import Residency
 from patrickstar._params.several_processes import Sharing
-from patrickstar._schedule.placement import Tier, embedding_runs_on_host
+from patrickstar._schedule.placement import SMALL_COPY_BYTES, Tier, embedding_runs_on_host
 from patrickstar._schedule.tensor_state import TensorState
 from patrickstar._tiers.chunk import Chunk
 from patrickstar.errors import BudgetError, TrainingError
@@ -87,7 +87,8 @@ class ModelData:
             chunk = managed.chunk
             nbytes = chunk.transferred_bytes
             if managed.tied:  # it is fetched for its other operators anyway, and its chunk for other parameters
-                nbytes = chunk.fetched_bytes - chunk.nbytes if len(self.shards.by_chunk[chunk.index]) == 1 else 0
+                alone = len(self.shards.by_chunk[chunk.index]) == 1 and chunk.nbytes >= SMALL_COPY_BYTES
+                nbytes = chunk.fetched_bytes - chunk.nbytes if alone else 0
             saves_transfers = embedding_runs_on_host(nbytes, managed.lookup_bytes)
             has_room = chunk.host_bytes > 0 or self.manager.host_tier.has_room(chunk.nbytes)
             if not managed.on_host and saves_transfers and has_room and not self._fits_on_device():
