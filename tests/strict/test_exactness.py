@@ -52,3 +52,26 @@ def test_an_embedding_may_come_to_the_device_after_a_lookup_on_the_host(padding_
     ids = torch.randint(0, 20, (6, 4, 8), generator=torch.Generator().manual_seed(3))
     config = ps.Config(device="strict", chunk_size=4096, precision="bf16", device_memory=device_memory)
     ps.testing.assert_exact(partial(WordsThatAreRead, padding_idx), [(batch,) for batch in ids], config, stress=False)
+
+
+class TiedWords(nn.Module):
+    """Model whose head has the weight of its embedding, beside layers that take turns with it on the device."""
+
+    def __init__(self, lookups: int) -> None:
+        super().__init__()
+        self.words, self.body = nn.Embedding(2000, 64, padding_idx=7), toys.layers(64, 6, nn.Tanh)
+        self.head = nn.Linear(64, 2000, bias=False)
+        self.head.weight, self.lookups = self.words.weight, lookups
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = sum(self.body(self.words(ids + number)) for number in range(self.lookups))
+        return self.head(hidden).float().square().mean()
+
+
+@pytest.mark.parametrize("lookups", [1, 2])
+@pytest.mark.parametrize("device_memory", ["900KiB", "4MiB"])
+def test_a_tied_embedding_is_looked_up_on_the_host(lookups, device_memory):
+    strict_device.configure()
+    ids = torch.randint(0, 20, (6, 4, 8), generator=torch.Generator().manual_seed(3))
+    config = ps.Config(device="strict", chunk_size=4096, precision="bf16", device_memory=device_memory)
+    ps.testing.assert_exact(partial(TiedWords, lookups), [(batch,) for batch in ids], config)

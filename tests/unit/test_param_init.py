@@ -5,12 +5,12 @@ from torch import nn
 from patrickstar._engine.param_init import lookup_weights, params_used_together
 
 
-def test_only_embeddings_that_nothing_else_reads_are_looked_up():
+def test_embeddings_that_nothing_else_reads_and_those_that_are_tied():
     kinds = {"own": nn.Embedding(3, 4), "tied": nn.Embedding(3, 4), "bag": nn.EmbeddingBag(3, 4)}
     kinds |= {"renormed": nn.Embedding(3, 4, max_norm=1.0), "head": nn.Linear(4, 3, bias=False)}
     model = nn.ModuleDict(kinds)
     model["head"].weight = model["tied"].weight
-    assert lookup_weights(model) == {"own.weight"}
+    assert lookup_weights(model) == ({"own.weight"}, {"tied.weight"})
 
 
 def test_parameters_of_a_module_are_read_together_and_those_of_attention_with_its_projection():

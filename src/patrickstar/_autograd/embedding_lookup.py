@@ -7,6 +7,9 @@ that the kernel adds the same gradients in the same order, and only as many rows
 other rows are zero: the first gradient of a backward is written into the chunk without a whole one beside it, whose new
 pages alone would take 0.2 s per GiB. The gradient goes to the chunk from the device's thread; autograd's node of the
 weight, which would run in another thread, gets none. So a weight with hooks of the user is looked up on the device.
+
+Rows of a weight that other operators read, too, such as a tied head, are looked up in the copy on the host that stays
+while these have the weight on the device. Autograd adds the gradients, in its order.
 """
 
 from collections.abc import Callable, Sequence
@@ -54,13 +57,17 @@ def embedding_lookup(
     managed: ManagedParam,
     manager: ChunkManager,
     gradient_hooks: GradientHooks,
+    in_copy: bool = False,
 ) -> torch.Tensor:
-    """Run `F.embedding`; if the weight is on the host, look up there and transfer the output instead of the weight."""
+    """Run `F.embedding`; if the weight is on the host, look up there and transfer the output instead of the weight.
+
+    `in_copy`: look up in the copy on the host of a weight that is tied, wherever else it is.
+    """
     out: torch.Tensor
-    if not managed.stays_on_host:
+    if not in_copy and not managed.stays_on_host:
         out = F.embedding(*args, **kwargs)
     else:
-        if manager.hardware.has_gpu:
+        if in_copy or manager.hardware.has_gpu:
             lookup = _Lookup(*args, **kwargs)
             options = lookup.padding_idx, lookup.scale_grad_by_freq
             out = _HostLookup.apply(  # type: ignore[no-untyped-call]
@@ -94,14 +101,16 @@ class _HostLookup(torch.autograd.Function):
         ctx.save_for_backward(ids)
         ctx.host_ids, ctx.options = host_ids, options
         ctx.managed, ctx.manager, ctx.gradient_hooks = managed, manager, gradient_hooks
-        return F.embedding(host_ids, weight, options[0]).to(manager.device)
+        return F.embedding(host_ids, managed.chunk.on_host(managed.region), options[0]).to(manager.device)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, ...]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (ids,), (padding, scale), host_ids = ctx.saved_tensors, ctx.options, ctx.host_ids.flatten()
         count = ctx.managed.shape[0]
         padding = -1 if padding is None else padding % count
+        if ctx.managed.tied:
+            return torch.ops.aten.embedding_dense_backward(grad, ids, count, padding, scale), *(None,) * 5
         if ids.numel() < count:
             rows = _rows_of_gradient(grad, ids, scale).masked_fill_((ids.flatten() == padding)[:, None], 0)
             full: torch.Tensor | RowGradient = RowGradient(host_ids, rows.to(host_ids.device), count)

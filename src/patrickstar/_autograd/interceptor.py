@@ -164,8 +164,11 @@ class Interceptor:
             return run_on_copies(func, args, kwargs, self._operate_plainly)
         self.addressed = ()
         for managed in managed_params:
-            if managed.on_host and not can_look_up_on_host(func, args, kwargs, managed):
-                self.data.move_embedding_to_device(managed)
+            if managed.on_host:
+                if not can_look_up_on_host(func, args, kwargs, managed):
+                    self.data.move_embedding_to_device(managed)
+                elif managed.tied and self._has_copy(managed):
+                    return embedding_lookup(args, kwargs, managed, self.data.manager, self.gradient_hooks, in_copy=True)
         if self.covers(managed_params):
             self.note(managed_params)
             out = self._run(func, args, kwargs, tensors, managed_params, held=True)
@@ -183,6 +186,13 @@ class Interceptor:
                 raise
             self.end_operator(managed_params, suspended)
             return out
+
+    def _has_copy(self, managed: ManagedParam) -> bool:
+        """Finish a parameter's update; return whether its values are on the host, and no backward runs."""
+        self.note((managed,))
+        with managing():
+            self.updates.complete((managed,))
+        return managed.chunk.host.valid and not managed.state.overlays_param and not self.in_backward
 
     def _operate_attribute(self, func: Callable[..., Any], args: Sequence[Any], managed: ManagedParam) -> Any:
         """Read or assign `grad`, or assign `data`."""

@@ -120,9 +120,8 @@ class Tracer:
         It does where transfers run beside operators, and while no step is open, of whose trace the forward would be a
         part. Return True if it was opened: `end_iteration` ends it.
         """
-        if not self.prefetch_policy.ahead or self.open_key is not None:
-            return False
-        if all(chunk.device.present for chunk in self.manager.param16.values()):
+        chunks = self.manager.param16.values()
+        if not self.prefetch_policy.ahead or self.open_key is not None or all(each.device.present for each in chunks):
             return False
         self._follow_or_trace(key, self.evaluation_traces)
         return True

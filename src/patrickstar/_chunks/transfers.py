@@ -80,6 +80,7 @@ class ChunkTransfers:
             return  # its local shard was counted when it was copied from the host
         self.io_dispatch.counters.h2d_bytes += chunk.nbytes
         chunk.transferred_bytes += chunk.nbytes
+        chunk.fetched_bytes += chunk.nbytes
 
     def _start_fetch(self, chunk: Chunk, urgent: bool) -> None:
         chunk.device.writer = self.io_dispatch.start_fetch(chunk, urgent)

@@ -78,6 +78,8 @@ class ParameterInfo:
     """Number of updates."""
     optimizer_tier: str | None
     """Tier where master parameter and optimizer states are stored between steps; None if frozen."""
+    lookup_tier: str | None
+    """Tier where embedding lookups read it; None if there are none. Other operators read it on the device."""
 
 
 @dataclass(frozen=True)
@@ -163,4 +165,5 @@ def _parameter_info(managed: ManagedParam, core: EngineCore) -> ParameterInfo:
         managed.state.update_pending,
         managed.steps,
         home.value if managed.schema.trained else None,
+        (Tier.HOST if managed.on_host else Tier.DEVICE).value if managed.embedding else None,
     )

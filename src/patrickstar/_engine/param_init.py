@@ -73,17 +73,17 @@ def check_model(module: nn.Module, device: torch.device) -> None:
     check_memory(module)
 
 
-def lookup_weights(module: nn.Module) -> set[str]:
-    """Return the names of weights that only embedding lookups read: those owned by one nn.Embedding."""
+def lookup_weights(module: nn.Module) -> tuple[set[str], set[str]]:
+    """Return the names of weights of an nn.Embedding that no other module has, and of those that others have."""
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for prefix, child in module.named_modules():
         for name, param in child.named_parameters(prefix=prefix, recurse=False, remove_duplicate=False):
             owners.setdefault(param, []).append((child, name))
-    return {
-        uses[0][1]
-        for uses in owners.values()
-        if len(uses) == 1 and type(uses[0][0]) is nn.Embedding and uses[0][0].max_norm is None
-    }
+    kinds: tuple[set[str], set[str]] = set(), set()
+    for uses in owners.values():
+        if any(type(owner) is nn.Embedding and owner.max_norm is None for owner, _ in uses):
+            kinds[len(uses) > 1].add(uses[0][1])
+    return kinds
 
 
 def param_specs(
@@ -107,7 +107,7 @@ def param_specs(
         )
     lists, whole = optimizer.lists_by_param(model), optimizer.whole_params(model)
     dtypes = compute_dtypes(module, config.compute_dtype, config.keep_fp32)
-    embeddings = lookup_weights(module)
+    embeddings, _ = lookup_weights(module)
     specs = []
     for name, param in module.named_parameters():
         sharding = shardings[name] if shardings else None
@@ -204,7 +204,8 @@ def move_params(
     """Move the parameters into their chunks one at a time, freeing the old memory of each before the next."""
     schemas = {param.name: param.schema for param in params}
     # No process has all of a sharded weight on its host.
-    embeddings = set() if any(chunk.sharded for chunk in layout.chunks) else lookup_weights(module)
+    is_sharded = any(chunk.sharded for chunk in layout.chunks)
+    embeddings, tied = (set[str](), set[str]()) if is_sharded else lookup_weights(module)
     by_name = dict(module.named_parameters())
     creation = {name: position for position, name in enumerate(by_name)}
     manager = data.manager
@@ -219,7 +220,8 @@ def move_params(
             region = Region(layout.locations[name].offset, tuple(part.shape), strides)
             own = manager[SHARD16, spec.index] if spec.sharded else chunk
             managed = ManagedParam(
-                *(name, param, schemas[name], location, chunk, region, own, first, name in embeddings),
+                *(name, param, schemas[name], location, chunk, region, own, first, name in embeddings | tied),
+                tied=name in tied,
                 whole=None if part is param else Region(0, tuple(param.shape), param.stride()),
                 sharding=shardings.get(name),
             )
@@ -281,7 +283,7 @@ def unfreeze(
             managed.name,
             managed.layout_numel,
             _schema(managed.chunk.dtype, True, config, lists.get(managed.param), managed.sharding is not None),
-            managed.embedding,
+            managed.embedding and not managed.tied,
             group=None if managed.sharding is None else managed.sharding.group,
             whole=managed.param in whole,
         )

@@ -39,9 +39,11 @@ class ManagedParam:
     shard_chunk: Chunk
     shard_start: int = 0
     embedding: bool = False
-    """True if only embedding lookups read the parameter; its chunk holds nothing else."""
+    """True if embedding lookups read the parameter; if only they do, its chunk holds nothing else."""
+    tied: bool = False
+    """True if other operators read it, too, as a head that is tied to the embedding."""
     on_host: bool = False
-    """True if embedding lookups run on the host, where the weight remains."""
+    """True if embedding lookups run on the host, where the weight remains, or a copy of one that is tied."""
     lookup_bytes: int = 0
     """Output bytes of differentiated lookups since the last step."""
     lookups_in_graph_bytes: int = 0
@@ -90,7 +92,7 @@ class ManagedParam:
     @property
     def stays_on_host(self) -> bool:
         """True if an access reads the parameter on the host, without a transfer."""
-        return self.on_host and self.chunk.host.valid and not self.chunk.device.valid
+        return self.on_host and not self.tied and self.chunk.host.valid and not self.chunk.device.valid
 
     @property
     def has_gradient(self) -> bool:

@@ -9,7 +9,7 @@ from patrickstar._layout.schema import GRAD32
 from patrickstar._params.managed_param import ManagedParam, check_not_updated
 from patrickstar._params.residency import Residency
 from patrickstar._params.several_processes import Sharing
-from patrickstar._schedule.placement import Tier, embedding_runs_on_host
+from patrickstar._schedule.placement import SMALL_COPY_BYTES, Tier, embedding_runs_on_host
 from patrickstar._schedule.tensor_state import TensorState
 from patrickstar._tiers.chunk import Chunk
 from patrickstar.errors import BudgetError, TrainingError
@@ -85,7 +85,11 @@ class ModelData:
         """
         for managed in [each for each in self.shards.managed_params if each.embedding]:
             chunk = managed.chunk
-            saves_transfers = embedding_runs_on_host(chunk.transferred_bytes, managed.lookup_bytes)
+            nbytes = chunk.transferred_bytes
+            if managed.tied:  # it is fetched for its other operators anyway, and its chunk for other parameters
+                alone = len(self.shards.by_chunk[chunk.index]) == 1 and chunk.nbytes >= SMALL_COPY_BYTES
+                nbytes = chunk.fetched_bytes - chunk.nbytes if alone else 0
+            saves_transfers = embedding_runs_on_host(nbytes, managed.lookup_bytes)
             has_room = chunk.host_bytes > 0 or self.manager.host_tier.has_room(chunk.nbytes)
             if not managed.on_host and saves_transfers and has_room and not self._fits_on_device():
                 self.manager.move_to_tier(managed.chunk, Tier.HOST)
@@ -93,7 +97,7 @@ class ModelData:
                 self.tracer.invalidate()
                 self.shards.update_param_views()
                 self.shards.set_param_views([managed.chunk])
-            managed.chunk.transferred_bytes = managed.lookup_bytes = 0
+            chunk.transferred_bytes = chunk.fetched_bytes = managed.lookup_bytes = 0
 
     def _fits_on_device(self) -> bool:
         """Return whether all model data fits on the device beside the step's non-model data."""
@@ -101,7 +105,9 @@ class ModelData:
         return nbytes <= self.manager.device_tier.budget_bytes and not self.manager.cache.evict_everything
 
     def move_embedding_to_device(self, managed: ManagedParam) -> None:
-        """Disable host lookups of an embedding, since an operator other than a lookup reads its weight."""
+        """Disable host lookups of an embedding, as another operator reads its weight; one that is tied has a copy."""
+        if managed.tied:
+            return
         with deferring_sigint():
             managed.on_host = False
             self.tracer.invalidate()

@@ -215,6 +215,10 @@ def home_tiers(
     return tiers
 
 
+SMALL_COPY_BYTES = 1 << 16
+"""Bytes whose copy between host and device takes no longer than its start."""
+
+
 def embedding_runs_on_host(chunk_bytes_moved: int, activation_bytes: int) -> bool:
     """Return True if running an embedding lookup on the host, where its weight is, transfers fewer bytes.
 

@@ -199,7 +199,7 @@ class Chunk:
         self.version = 0
         """Counts changes of the content, except page-by-page writes of the optimizer step."""
         self.pins = 0
-        self.transferred_bytes = 0
+        self.transferred_bytes = self.fetched_bytes = 0
 
     def __repr__(self) -> str:
         return f"{self.kind}[{self.index}]"
