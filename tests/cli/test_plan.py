@@ -233,7 +233,6 @@ def test_a_dry_run_of_several_processes():
         (["--dry-run", "--processes", "4", "--replicas", "3"], "4 processes can't be divided into --replicas 3"),
         (["--dry-run", "--processes", "4", "--tp", "2"], "can't simulate collectives inside of operators"),
         (["--dry-run", "--processes", "12", "--machine", "8xV100-32GB"], "12 processes do not fill machines of 8 GPUs"),
-        (["--dry-run", "--processes", "2", "--delay-from", "1", "--machine", "8xV100-32GB"], "in one process only"),
     ],
 )
 def test_processes_that_can_not_be_simulated(arguments, says):

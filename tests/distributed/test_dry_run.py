@@ -81,6 +81,8 @@ def compare(seeds: list[int], replicas: int, at_once: bool, folder: str | None =
             options = options.model_copy(update={"disk": ps.Disk(folder), "reduce_dtype": "16-bit"})
             host = least_host_bytes(shape, options, replicas) + world.size * draw.choice([0, 5000, 40_000])
             options = options.model_copy(update={"host_memory": host})
+        if folder is None:
+            options = options.model_copy(update={"update": draw.choice([options.update, ps.Delayed(after=1)])})
         loop = draw.choice([1, 1, 2]), draw.choice([None, 1e9]), folder
         hooks = {"meter": testing.NoMeter(), "speculates": False}  # what is speculated depends on the speed of threads
         hooks |= {} if folder is None else {"page_bytes": PAGE_BYTES}

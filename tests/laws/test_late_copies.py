@@ -184,7 +184,13 @@ def no_wait_before_host_memory_is_freed(monkeypatch):
     mapped = []  # a copy into memory that is unmapped would end the process
     unlock = HostArena.unlock
     monkeypatch.setattr(HostArena, "unlock", lambda arena: (mapped.append(arena.memory), unlock(arena)))
-    monkeypatch.setattr(HostCopy, "vacate", lambda copy: None)
+    settle = HostCopy.settle
+
+    def settle_unless_moved(copy, *, move=False, **options):
+        if not move:
+            settle(copy, **options)
+
+    monkeypatch.setattr(HostCopy, "settle", settle_unless_moved)
 
 
 def no_wait_before_the_host_writes(monkeypatch):

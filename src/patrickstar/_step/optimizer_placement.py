@@ -54,8 +54,8 @@ class OptimizerPlacement:
         # A byte of states on the device saves two or more of an update by the host; one that stays gathered saves a
         # byte between devices. At the peak there has to be room for what one operator reads, and elsewhere is more.
         accesses = {moment.chunks for trace in self._tracer.traces.values() for moment in trace.moments}
-        nbytes = [chunk.compute_bytes for chunk in chunks]
-        gathered_bytes = max((sum(nbytes[index] for index in read) for read in accesses), default=0)
+        nbytes = {chunk.index: chunk.compute_bytes for chunk in chunks}
+        gathered_bytes = max((sum(nbytes[index] for index in read if index in nbytes) for read in accesses), default=0)
         margin = margin_chunks(
             *(chunks, chunkable),
             gathered_bytes=gathered_bytes if manager.hardware.has_gpu else None,
