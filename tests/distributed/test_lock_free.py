@@ -27,7 +27,7 @@ EVENTS = tuple(event for event in DELAYED_EVENTS if event not in (cases.read_gra
 def with_least_host_memory(config: ps.Config, replicas: int, more_bytes: int) -> ps.Config:
     """Return the configuration with as much host memory as a refusal asks for, and `more_bytes` for each process."""
     with pytest.raises(ps.errors.BudgetError, match=r"host_memory=\d+") as refused:
-        ps.Engine(build, config, world=World(CPU), mesh=mesh_of(replicas), page_bytes=8192)
+        ps.Engine(build, config, world=World(CPU), mesh=mesh_of(replicas), page_bytes=4096)
     least = int(re.search(r"host_memory=(\d+)", str(refused.value)).group(1))
     return config.model_copy(update={"host_memory": (least + more_bytes) * dist.get_world_size()})
 
@@ -40,7 +40,7 @@ def own_batches(patch: pytest.MonkeyPatch) -> None:
 
 def run_three(config: ps.Config, script: Any, seed: int, replicas: int, **hooks: Any) -> ps.StepStats:
     """Run with logs, follow them in plain PyTorch, replay them; compare all bits, and return statistics."""
-    log, hooks = Path(config.update.log), hooks | {"poison": True, "meter": ps.testing.NoMeter(), "page_bytes": 8192}
+    log, hooks = Path(config.update.log), hooks | {"poison": True, "meter": ps.testing.NoMeter(), "page_bytes": 4096}
 
     def trained(config: ps.Config) -> tuple[Any, ...]:
         torch.manual_seed(seed)
@@ -129,7 +129,7 @@ def train(folder: str, steps: int, die_at: int) -> None:
         let_chances_pass(patch, 0.6, rank + 10 * die_at)
         config = with_least_host_memory(killed_config(Path(folder)), 1, 0)
         torch.manual_seed(0)
-        engine = ps.Engine(build, config, world=World(CPU), page_bytes=8192, meter=ps.testing.NoMeter())
+        engine = ps.Engine(build, config, world=World(CPU), page_bytes=4096, meter=ps.testing.NoMeter())
         saved = checkpoints.load(engine)
         for step in range(saved["step"] + 1 if saved else 1, steps + 1):
             cases.backward(engine, step)
