@@ -1,6 +1,7 @@
 """Law 6, leaks: no pin after a step, no hook after closing, and a usable engine after an exception."""
 
 import gc
+import weakref
 
 import pytest
 import torch
@@ -76,6 +77,17 @@ def test_close_leaves_a_plain_model_without_hooks():
     with pytest.raises(ps.errors.TrainingError, match="closed"):
         engine(batches(1)[0][0])
     engine.close()
+
+
+def test_a_closed_engine_that_a_hook_of_the_user_refers_to_is_collected():
+    engine = make()
+    next(engine.module.parameters()).register_hook(lambda grad, engine=engine: None)
+    train(engine, batches(1))
+    engine.close()
+    collected = weakref.ref(engine)
+    del engine
+    gc.collect()
+    assert collected() is None
 
 
 def test_an_engine_may_be_collected_while_a_compiler_is_tracing():

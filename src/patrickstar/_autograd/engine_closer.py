@@ -3,8 +3,10 @@
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -38,6 +40,12 @@ class EngineCloser:
         """Take back what the engine has changed in the user's modules."""
         self._data, self._state, self._gradient_hooks = data, state, gradient_hooks
         self._background_save = background_save
+        self._finalizer: weakref.finalize[Any, Any] | None = None
+
+    def release_with(self, owner: object) -> None:
+        """Release when the owner is garbage-collected, but not at the end of the process."""
+        self._finalizer = weakref.finalize(owner, self.release)
+        self._finalizer.atexit = False
 
     def release(self) -> list[str] | None:
         """Free all chunks and leave an ordinary model, when the engine is closed or garbage-collected.
@@ -51,6 +59,8 @@ class EngineCloser:
         closed, self.closed = self.closed, True
         if closed:
             return None
+        if self._finalizer is not None:
+            self._finalizer.detach()  # or its references would keep an engine that a hook of the user refers to
         if os.getpid() != self._state.process:
             return []
         if threading.current_thread().name.startswith(THREAD_NAME):

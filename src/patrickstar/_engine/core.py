@@ -1,6 +1,5 @@
 """Wiring of an engine's parts, and the optimizer step that combines them."""
 
-import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -190,7 +189,7 @@ class EngineCore:
         self.module_hooks.notice(self.modules)
         if (method := save_in_full_precision(self.module, self.model_params)) is not None:
             self.module_hooks.replace_method(self.module, "save_pretrained", method)
-        weakref.finalize(self, self.interceptor.closer.release).atexit = False
+        self.interceptor.closer.release_with(self)
         self.averaged = False
         """True while the parameters are exchanged for their moving averages."""
         self._structure: ModelStructure | None = None
