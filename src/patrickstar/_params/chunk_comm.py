@@ -221,12 +221,16 @@ class ChunkComm:
         own.disk.reads = [*(earlier for earlier in own.disk.reads if not earlier.done), read]
         return read
 
+    def sum_of(self, index: int) -> Chunk:
+        """Return the chunk that the last reduction of a chunk writes, or has written."""
+        return self._manager[SUM32 if index in self._summed else SHARD16, index]
+
     def finish_reduction(self, index: int) -> None:
         """Finish the pending reduction of a chunk and fold it into grad32."""
         self._manager.transfers.settle(self._manager[SHARD16, index])
         if index in self._summed:
+            sum_chunk = self.sum_of(index)
             self._summed.discard(index)
-            sum_chunk = self._manager[SUM32, index]
             self._manager.transfers.settle(sum_chunk)
             for managed in self._own_params(index):
                 self._shards.add_to_list(managed, sum_chunk)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from patrickstar._distributed.tensor_json import from_json, to_json
-from patrickstar._layout.schema import GRAD32, KEPT32, PARAM16, PARAM32, SHARD16, SUM32
+from patrickstar._layout.schema import GRAD32, KEPT32, PARAM16, PARAM32, SHARD16
 from patrickstar._params.chunk_comm import ChunkComm
 from patrickstar._params.local_shards import LocalShards, follow_written
 from patrickstar._params.managed_param import ManagedParam
@@ -287,7 +287,7 @@ class SeveralProcesses:
         if index in self.comm.pending:
             return False
         own = self.manager[SHARD16, index]
-        transfer = self.manager.chunks.get((SUM32, index), own).host.reader
+        transfer = self.comm.sum_of(index).host.reader
         if transfer is not None and not transfer.done:
             return False
         if not own.updating:

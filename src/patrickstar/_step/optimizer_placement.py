@@ -51,14 +51,9 @@ class OptimizerPlacement:
         chunkable = manager.device_tier.budget_bytes - non_model_bytes - workspace_bytes
         accumulates = self._data.accumulates
         on_host = {managed.location.chunk for managed in self._data.managed_params if managed.on_host} - bound_to_device
-        # A byte of states on the device saves two or more of an update by the host; one that stays gathered saves a
-        # byte between devices. At the peak there has to be room for what one operator reads, and elsewhere is more.
-        accesses = {moment.chunks for trace in self._tracer.traces.values() for moment in trace.moments}
-        nbytes = {chunk.index: chunk.compute_bytes for chunk in chunks}
-        gathered_bytes = max((sum(nbytes[index] for index in read if index in nbytes) for read in accesses), default=0)
         margin = margin_chunks(
             *(chunks, chunkable),
-            gathered_bytes=gathered_bytes if manager.hardware.has_gpu else None,
+            gathered_bytes=self._operand_bytes(layout) if manager.hardware.has_gpu else None,
             bound_to_device=bound_to_device,
             accumulates=accumulates,
         )
@@ -83,6 +78,16 @@ class OptimizerPlacement:
             "plan: optimizer chunks: %d on the device, %d on the host, %d on disk; %d bytes of non-model data",
             *(tiers[Tier.DEVICE], host_count, tiers[Tier.DISK], non_model_bytes),
         )
+
+    def _operand_bytes(self, layout: Layout) -> int:
+        """Return the largest number of bytes of `param16` that one operator of the traced iterations reads.
+
+        A byte of states on the device saves two or more of an update by the host; one that stays gathered saves a byte
+        between devices. At the peak there has to be room for what one operator reads, and elsewhere is more.
+        """
+        accesses = {moment.chunks for trace in self._tracer.traces.values() for moment in trace.moments}
+        nbytes = {chunk.index: chunk.compute_bytes for chunk in layout.chunks}
+        return max((sum(nbytes[index] for index in read if index in nbytes) for read in accesses), default=0)
 
     def _set_keep_duplicates(self, layout: Layout, non_model_bytes: int) -> None:
         """Keep duplicate copies on the host, unless all of `param16` fits on the device beside the non-model data.

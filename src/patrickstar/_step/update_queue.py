@@ -85,7 +85,7 @@ class _RunningPart:
     copies: Sequence[Copy]
     finish: Callable[[], None]
     end: Transfer
-    """What whoever needs one of the copies waits for."""
+    """Its end, for all that need one of the copies."""
 
     @property
     def on_disk(self) -> bool:
