@@ -2,8 +2,9 @@
 
 from bisect import bisect_left, insort
 
-MAPPED_BYTES, WASTE, PAGE_BYTES = 128 << 10, 8, 4096
-"""As in `_hardware/cpp/cpu_allocator.cpp`: blocks from this size on are mapped, and may be larger by a `WASTE`-th."""
+MAPPED_BYTES, WASTE, PAGE_BYTES, HEADER_BYTES = 128 << 10, 8, 4096, 64
+"""As in `_hardware/cpp/cpu_allocator.cpp`: tensors from this size on have mapped blocks, which begin with a header, and
+may be larger by a `WASTE`-th."""
 
 # [Note: fresh pages]
 # The system zeroes each page of a new block when it is first written, which takes longer than most operators on it. So
@@ -29,7 +30,7 @@ class SimulatedBlocks:
         """Allocate a block for a tensor of `nbytes`; return its size, or 0 if it is too small for one."""
         if nbytes < MAPPED_BYTES:
             return 0
-        size = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+        size = -(-(nbytes + HEADER_BYTES) // PAGE_BYTES) * PAGE_BYTES
         position = bisect_left(self._sizes, size)
         if position < len(self._sizes) and self._sizes[position] <= size + size // WASTE:
             return self._sizes.pop(position)
