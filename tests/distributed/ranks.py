@@ -31,6 +31,7 @@ TESTS = Path(__file__).parents[1]
 WITHIN_S = 600.0
 """Seconds that ranks have by default: many times what they need, since the machine may be busy."""
 PRELOADED = [
+    "strict.removal",  # before what may lack a statement in `make mutations`
     "hypothesis",
     "hypothesis.strategies",
     "torch",

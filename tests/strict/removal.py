@@ -2,10 +2,12 @@
 
 Importing this module, or `pytest -p removal`, is enough: `PATRICKSTAR_REMOVED` is the module, its path and a line,
 separated by spaces. With `PATRICKSTAR_PROBED`, a file of such lines, no statement is removed: `pytest -p removal`
-appends to the file what each test ran: a line of JSON with its name, its seconds, and its statements.
+appends to the file what each test ran: a line of JSON with its name, its seconds, and its statements. Forked ranks of
+`distributed/ranks.py` are treated alike.
 """
 
 import ast
+import atexit
 import importlib.abc
 import importlib.util
 import json
@@ -102,15 +104,24 @@ if PROBED in os.environ:
     _file = Path(os.environ[PROBED])
     _probes = Probes([row.split(" ") for row in _file.read_text().splitlines() if not row.startswith("[")])
     sys.meta_path.insert(0, _probes)
+    _ranks = _file.with_name(_file.name + " in ranks")
+
+    @atexit.register
+    def _write() -> None:
+        """Write what this process ran, for the test that has forked it."""
+        with _ranks.open("a") as file:
+            file.write("".join(f"{row}\n" for row in _probes.ran))
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
         """Write what a test ran."""
         _probes.ran.clear()
+        _ranks.unlink(missing_ok=True)
         began_s = time.perf_counter()
         result = yield
+        ran = _probes.ran.union(_ranks.read_text().splitlines() if _ranks.exists() else ())
         with _file.open("a") as file:
-            file.write(json.dumps([item.nodeid, time.perf_counter() - began_s, sorted(_probes.ran)]) + "\n")
+            file.write(json.dumps([item.nodeid, time.perf_counter() - began_s, sorted(ran)]) + "\n")
         return result
 
 

@@ -11,11 +11,13 @@ import ast
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -43,6 +45,7 @@ STRICT = (
     *("test_streamed_updates.py", "test_chunks.py", "test_disk_updates.py", "test_saves.py"),
     *("test_running_updates.py", "test_speculation.py", "test_delayed.py", "test_lock_free.py", "test_timeline.py"),
 )
+RANKS = "test_exactness.py", "test_late_updates.py", "test_lock_free.py", "test_shards_on_disk.py", "test_resident.py"
 LIMIT_S = 100
 """Seconds after which a test or scenario counts as one that never ends; the longest ends within 20."""
 PYTEST = [
@@ -77,6 +80,8 @@ def programs() -> Iterator[tuple[str, list[str], dict[str, str]]]:
     strict = {"PATRICKSTAR_TEST_DEVICE": "strict"}
     yield "tests", [*PYTEST, *(str(tests / path) for path in TESTS)], {}
     yield "strict device", [*PYTEST, *(str(folder / path) for path in STRICT)], strict
+    yield "strict ranks", [*PYTEST, str(folder / "test_two_processes.py")], strict
+    yield "ranks", [*PYTEST, "-m", "not slow", *(str(tests / "distributed" / path) for path in RANKS)], {}
     yield "late copies", [*PYTEST, f"{tests}/laws/test_late_copies.py", "-k", "schedule_of_late"], {}
     yield "scenarios", [str(folder / "scenarios.py"), str(SCENARIOS), str(LIMIT_S)], strict
 
@@ -102,9 +107,17 @@ def _run(program: list[str], env: dict[str, str]) -> subprocess.CompletedProcess
     base = {name: value for name, value in os.environ.items() if name != "PATRICKSTAR_TEST_DEVICE"}
     base |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHONPATH}
     folder = Path(__file__).parents[2]  # the names of tests are relative to it
-    return subprocess.run(
-        [sys.executable, *program], capture_output=True, text=True, env=base | env, cwd=folder, check=False
-    )
+    command = [sys.executable, *program]
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        process = subprocess.Popen(
+            command, stdout=out, stderr=err, env=base | env, cwd=folder, start_new_session=True, text=True
+        )
+        process.wait()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # ranks that wait for ever
+        out.seek(0)
+        err.seek(0)
+        return subprocess.CompletedProcess(command, process.returncode, out.read(), err.read())
 
 
 def outcome(

@@ -1,4 +1,4 @@
-"""Blocks of CPU tensors in a dry run are those of the allocator."""
+"""Blocks of CPU tensors in a dry run are those of the allocator, and pages of chunks those of their pool."""
 
 import gc
 from collections.abc import Iterator
@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from sampling import drawn
 
 from patrickstar._dry_run.simulated_blocks import PAGE_BYTES, SimulatedBlocks
+from patrickstar._dry_run.simulated_pages import SimulatedPagePool
 from patrickstar._hardware.cpu_allocator import CpuAllocator, cpu_allocator
+from patrickstar._hardware.vm_pool import PagePool, can_move_pages
 
 KIB = 1 << 10
 
@@ -24,7 +26,7 @@ class Owner:
 
 @contextmanager
 def only_limit(allocator: CpuAllocator, owner: Owner, nbytes: int) -> Iterator[None]:
-    """Let tensors take `nbytes` more; engines of other tests set no limit meanwhile, and none of their tensors is freed."""
+    """Let tensors take `nbytes` more; no engine of another test sets a limit or frees tensors meanwhile."""
     gc.collect()
     gc.disable()
     try:
@@ -73,3 +75,31 @@ def test_pages_of_new_blocks_are_counted_once():
     assert blocks.take(190 * KIB, 0) == first and blocks.take_fresh() == 0, "the freed block is large enough"
     blocks.free(first, 0)
     assert blocks.take(100 * KIB + (64 << 10), 0) < first, "and too large for this one"
+
+
+@drawn(60, st.lists(st.tuples(st.sampled_from(["commit", "park", "trim"]), st.integers(0, 99)), max_size=60))
+def test_pages_of_chunks_are_those_of_the_pool(actions):
+    """Chunks of up to 3 pages get memory and lose it; unused pages are returned."""
+    if not can_move_pages():
+        pytest.skip("this system can't move pages")
+    pools = PagePool(), SimulatedPagePool()
+    ranges = [[pool.new_range(1 + 5000 * count) for pool in pools] for count in range(3)]
+    backed = [False] * len(ranges)
+    for action, value in actions:
+        chosen = value % len(ranges)
+        for number, pool in enumerate(pools):
+            if action == "trim":
+                pool.trim(500 * value)
+            elif action == "commit" and not backed[chosen]:
+                pool.commit(ranges[chosen][number])
+            elif action == "park" and backed[chosen]:
+                pool.decommit(ranges[chosen][number])
+        if action != "trim":
+            backed[chosen] = action == "commit"
+        real, simulated = pools
+        assert (simulated.mapped_bytes, simulated.parked_bytes) == (real.mapped_bytes, real.parked_bytes)
+    for pool, own in zip(pools, zip(*ranges, strict=True), strict=True):
+        pool.trim(0)
+        for each in own:
+            pool.release(each)
+        assert (pool.mapped_bytes, pool.parked_bytes) == (0, 0)

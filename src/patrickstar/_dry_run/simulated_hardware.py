@@ -17,9 +17,10 @@ from patrickstar._dry_run.simulated_channels import (
     SimulatedClock,
     SimulatedTransfer,
 )
+from patrickstar._dry_run.simulated_pages import SimulatedPagePool
 from patrickstar._hardware.memory_meter import Meter
 from patrickstar._hardware.transfer import Transfer
-from patrickstar._hardware.vm_pool import PagePool
+from patrickstar._hardware.vm_pool import PagePool, can_move_pages
 from patrickstar._hardware.worker_pool import WorkerPool
 from patrickstar._perf_model.machine_spec import Machine
 from patrickstar._tiers.chunk import Chunk
@@ -215,7 +216,7 @@ class SimulatedHardware(Hardware):
         """Do nothing: no memory is taken."""
 
     def page_pool(self) -> PagePool | None:
-        return None
+        return SimulatedPagePool() if not self.has_gpu and can_move_pages() else None
 
     def host_arena(self, nbytes: int) -> HostArena:
         if self.has_gpu and self.machine.host.page_lock is not None:

@@ -183,6 +183,10 @@ class PagePool:
     parked_bytes: int = 0
     _parked: "dict[VMRange, None]" = field(default_factory=dict)
 
+    def new_range(self, nbytes: int) -> VMRange:
+        """Return a range without pages."""
+        return VMRange(nbytes)
+
     def commit(self, target: VMRange) -> None:
         """Provide a range with pages: its own parked ones first, then other parked ones, then new ones."""
         if target in self._parked:

@@ -8,7 +8,7 @@ import torch
 
 from patrickstar._hardware.storage_guard import allow_access, refuse_access
 from patrickstar._hardware.transfer import Transfer
-from patrickstar._hardware.vm_pool import PagePool, VMRange
+from patrickstar._hardware.vm_pool import PagePool
 from patrickstar._layout.schema import ITEMSIZE
 from patrickstar._tiers.host_arena import ArenaBlock
 
@@ -48,7 +48,7 @@ class RemappedStorage:
 
     def __init__(self, nbytes: int, page_pool: PagePool) -> None:
         self.page_pool = page_pool
-        self.range = VMRange(nbytes)
+        self.range = page_pool.new_range(nbytes)
         self.storage = self.range.storage()
 
     def allocate(self) -> None:
