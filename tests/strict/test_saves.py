@@ -90,6 +90,21 @@ def test_a_checkpoint_holds_the_step_before_it(tmp_path, late_writes, device_mem
     assert_same_model(expected, loaded)
 
 
+@pytest.mark.parametrize("seed", range(draws(10)))
+@pytest.mark.parametrize("device_memory", ["16MiB", "160KiB"])
+def test_a_state_that_is_loaded_beside_a_save_is_not_in_it(tmp_path, late_writes, device_memory, seed):
+    strict_device.configure(seed=seed)
+    engine, expected, loaded = (new_engine(device_memory) for _ in range(3))
+    train(engine, 2)
+    other = {name: value + 1 for name, value in engine.state_dict().items()}
+    engine.save(tmp_path / "checkpoint", wait=False)
+    engine.load_state_dict(other)
+    engine.close()
+    train(expected, 2)
+    loaded.load(tmp_path / "checkpoint")
+    assert_same_model(expected, loaded)
+
+
 def test_a_save_that_is_waited_for_is_complete(tmp_path, monkeypatch):
     engine, sync = new_engine("16MiB"), os.fsync
 
@@ -145,5 +160,27 @@ def test_frozen_parameters_may_be_written_beside_a_save(tmp_path, late_writes, d
             param.add_(1)
             param.sum().item()  # the device has written it
     engine.close()
+    loaded.load(tmp_path / "checkpoint")
+    assert_same_model(expected, loaded)
+
+
+@pytest.mark.parametrize("seed", range(draws(10)))
+@pytest.mark.parametrize("device_memory", ["16MiB", "160KiB"])
+def test_frozen_parameters_may_be_trained_beside_a_save(tmp_path, late_writes, device_memory, seed):
+    strict_device.configure(seed=seed)
+
+    def half_frozen() -> nn.Module:
+        module = build()
+        module[1][0].requires_grad_(False)
+        return module
+
+    config = ps.Config(device="strict", chunk_size="18KiB", device_memory=device_memory, host_memory="8MiB")
+    engine, expected, loaded = (engine_of(half_frozen, config, page_bytes=PAGE_BYTES) for _ in range(3))
+    train(engine, 2)
+    engine.save(tmp_path / "checkpoint", wait=False)
+    engine.module.requires_grad_(True)
+    train(engine, 2)
+    engine.close()
+    train(expected, 2)
     loaded.load(tmp_path / "checkpoint")
     assert_same_model(expected, loaded)

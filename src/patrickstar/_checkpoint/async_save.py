@@ -133,7 +133,6 @@ class AsyncSave:
     def copy_all(self) -> None:
         """Copy everything that the checkpoint still needs from chunks."""
         self._copy_while(lambda _: True)
-        self._release_all()
 
     def _copy_while(self, needed: Callable[[TensorShard], bool]) -> None:
         """Copy while `needed` returns true for the next shard; wait for the disk where necessary."""
@@ -141,10 +140,6 @@ class AsyncSave:
             interruption_point()
             if self._ready.wait(POLL_S) and not self.copied:
                 self._copy_next()
-
-    def _release_all(self) -> None:
-        self.data.reads.clear()
-        self._release(self.data.manager.chunks.values())
 
     @staticmethod
     def _release(chunks: Iterable[Chunk]) -> None:
@@ -164,6 +159,7 @@ class AsyncSave:
         self.copy_all()
         with interruptible():
             self._thread.ended.wait()
+        self.data.reads.clear()
         if self.error is not None:
             raise self.error
 
@@ -171,7 +167,7 @@ class AsyncSave:
         """Stop reading chunks; discard the checkpoint unless all bytes were copied."""
         if not self.copied:
             self._end(CheckpointError(why))
-        self._release_all()
+        self.data.reads.clear()
 
     def _all_slices(self) -> Iterator[tuple[TensorShard, slice, bool]]:
         for shard in self._shards:
