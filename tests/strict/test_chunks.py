@@ -5,6 +5,7 @@ import strict_device
 import torch
 
 from patrickstar._chunks.chunk_manager import ChunkManager
+from patrickstar._hardware.transfer import Deferred
 from patrickstar._layout.schema import PARAM16
 from patrickstar._schedule.placement import Tier
 from patrickstar._tiers.chunk import Chunk
@@ -192,3 +193,34 @@ def test_queued_fetches_get_the_room_of_evictions_in_flight(manager):
     assert not queued.device_bytes
     manager.cache.cancel_prefetch()
     assert queued.device_bytes and not first.device_bytes
+
+
+def test_a_chunk_is_evicted_once_it_has_arrived(manager):
+    chunk = in_flight(manager, "fetch")
+    manager.cache._evict(chunk)
+    assert not manager.transfers.in_flight and manager.device_tier.used == 0
+    assert (chunk.on_host(chunk.whole) == 2).all()
+
+
+def test_idle_chunks_are_gone_once_room_was_made(manager):
+    chunk = in_flight(manager, "evict")
+    manager.cache.evict_idle(manager.device_tier.chunkable_bytes, protect=())
+    assert manager.device_tier.used == 0
+    assert (chunk.on_host(chunk.whole) == 2).all()
+
+
+def test_processes_that_decide_alike_fetch_into_the_room_of_evictions_that_have_started(manager):
+    first, *_ = [filled(manager, index, Tier.DEVICE, float(index)) for index in range(DEVICE_CHUNKS)]
+    queued = filled(manager, DEVICE_CHUNKS, Tier.HOST, 9.0)
+    start_eviction(manager, first)
+    manager.cache.decides_alike = True
+    manager.cache.queue_fetches([queued])
+    assert queued.device_bytes and not first.device_bytes
+
+
+def test_a_duplicate_is_freed_once_its_update_has_ended(manager):
+    chunk, ended = filled(manager, 0, Tier.HOST, 2.0), []
+    manager.cache.fetch([chunk])
+    chunk.host.update = Deferred("an update", lambda: ended.append(chunk.host.present))
+    assert manager.cache._free_duplicates(manager.host_tier.budget_bytes)
+    assert ended == [True] and not chunk.host.present
