@@ -1,6 +1,7 @@
 """Law 1 for several processes: results are bit-identical to plain PyTorch with gradients averaged in rank order."""
 
 import random
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,6 +19,8 @@ from toys import Shape, train
 import patrickstar as ps
 from patrickstar._distributed import gloo_collectives
 from patrickstar._distributed.process_group import World
+from patrickstar._hardware.job_queue import Job
+from patrickstar._hardware.worker_pool import WorkerPool
 
 from . import ranks
 from .reference import AveragingTrainer
@@ -100,6 +103,22 @@ def everything_evicted(seeds: list[int], replicas: int = 1) -> None:
 def in_small_pieces(**options: Any) -> None:
     """Train with reductions of many pieces; runs in each process."""
     gloo_collectives.PAGE_BYTES = 2048
+    everything_evicted(**options)
+
+
+def with_late_collectives(**options: Any) -> None:
+    """Train while each collective begins and ends late, when others may use its memory; runs in each process."""
+    submit = WorkerPool.submit
+
+    def submit_late(pool: WorkerPool, jobs: list[Job], label: str, **more: Any) -> Any:
+        def late(job: Job, stage: torch.Tensor) -> None:
+            time.sleep(0.002)
+            job(stage)
+            time.sleep(0.002)
+
+        return submit(pool, [partial(late, job) for job in jobs] if len(jobs) == 1 else jobs, label, **more)
+
+    WorkerPool.submit = submit_late  # type: ignore[method-assign]
     everything_evicted(**options)
 
 
@@ -216,7 +235,7 @@ def test_gradients_that_the_last_step_does_not_lead_to_expect():
 
 
 SLOW = pytest.mark.slow
-FUNCTIONS = [everything_evicted, in_small_pieces, any_budget, branches]
+FUNCTIONS = [everything_evicted, in_small_pieces, with_late_collectives, any_budget, branches]
 
 
 @pytest.mark.parametrize(
@@ -227,6 +246,8 @@ FUNCTIONS = [everything_evicted, in_small_pieces, any_budget, branches]
         (any_budget, 4, 1),
         (any_budget, 4, 4),
         (in_small_pieces, 2, 2),
+        (with_late_collectives, 2, 1),
+        (with_late_collectives, 4, 2),
         (branches, 4, 1),
         (branches, 2, 2),
         *(pytest.param(*case, 1, marks=SLOW) for case in [(everything_evicted, 4), (any_budget, 2), (branches, 2)]),
