@@ -224,3 +224,27 @@ def test_a_duplicate_is_freed_once_its_update_has_ended(manager):
     chunk.host.update = Deferred("an update", lambda: ended.append(chunk.host.present))
     assert manager.cache._free_duplicates(manager.host_tier.budget_bytes)
     assert ended == [True] and not chunk.host.present
+
+
+@pytest.mark.parametrize("direction", ["fetch", "evict"])
+@pytest.mark.parametrize("tier", [Tier.HOST, Tier.DISK])
+def test_new_content_below_replaces_what_was_in_flight(manager, tier, direction):
+    chunk = in_flight(manager, direction)
+    if tier is Tier.DISK:
+        manager.transfers.disk_renewed(chunk)
+        assert not manager.transfers.in_flight and manager.device_tier.used == 0
+        return
+    manager.transfers.host_renewed(chunk, urgent=True)
+    assert chunk.device.reader is None, "it is evicted no longer"
+    manager.complete_transfers()
+    assert chunk.host.valid and not manager.transfers.in_flight
+
+
+def test_a_cancelled_fetch_no_longer_writes_to_the_device(manager):
+    chunk = filled(manager, 0, Tier.HOST, 2.0)
+    manager.transfers.start_fetch(chunk, urgent=False)
+    manager.cancel_transfers()
+    assert chunk.host.valid and not chunk.device.present
+    successor = filled(manager, 1, Tier.DEVICE, 9.0)
+    torch.accelerator.synchronize()
+    assert (successor.on_device(successor.whole) == 9).all().item()

@@ -4,12 +4,15 @@ from collections import Counter
 from contextlib import nullcontext
 
 import strict_device
+import torch
 import toys
 from seeded import engine_of
 from torch import nn
 
 import patrickstar as ps
+from patrickstar._hardware.accelerator import DeviceClock
 from patrickstar._schedule.step_timeline import Channel
+from patrickstar._tiers.hardware import Hardware
 
 WIDTH = 64
 STEPS = 8
@@ -40,3 +43,14 @@ def test_copies_are_timed_by_the_device():
         assert any(stall.label.startswith("param16[") for stall in timeline.stalls)
     # An update may run in the next step, which may have no timeline.
     assert any(work.channel is Channel.UPDATE for timeline in recording.timelines for work in timeline.work)
+
+
+def test_the_clock_of_the_device_begins_once_its_event_has_passed(monkeypatch):
+    accelerator, events = Hardware(torch.device("strict", 0)).accelerator, []
+    assert accelerator is not None
+    record = accelerator.record
+    monkeypatch.setattr(accelerator, "record", lambda **options: events.append(record(**options)) or events[-1])
+    for seed in range(8):
+        strict_device.configure(seed=seed)
+        torch.ones(1 << 12, device="strict").add_(1)
+        assert DeviceClock(accelerator, lambda: float(events[-1].query()))._start_s == 1.0
