@@ -2,10 +2,15 @@
 
 from math import isclose
 
+import pytest
 from hypothesis import strategies as st
 from sampling import fixed_draws
 
+from patrickstar._models.presets import Preset
 from patrickstar._perf_model.gpt_costs import Gpt
+from patrickstar._perf_model.machine_spec import find_machine
+from patrickstar._perf_model.workload import shape_workload
+from patrickstar._plan.planned_model import _traced_preset
 
 given = fixed_draws(100)
 
@@ -41,3 +46,13 @@ def test_activations_are_proportional_to_the_batch(gpt, batch):
     assert gpt.checkpoint_bytes(batch) == batch * gpt.checkpoint_bytes(1)
     assert gpt.logit_bytes(batch) == batch * gpt.logit_bytes(1)
     assert (gpt.logit_bytes(batch) > 0) == gpt.head
+
+
+@pytest.mark.parametrize(("batch", "checkpointing"), [(1, False), (4, True)])
+def test_formulas_of_time_are_the_trace(batch, checkpointing):
+    preset, machine = Preset(2, 1024, heads=16, vocab=5000, sequence=512), find_machine("8xV100-32GB")
+    traced = _traced_preset("a GPT", preset).workloads(machine)(batch, checkpointing)
+    counted = shape_workload(preset, batch, checkpointing)
+    assert counted.other_bytes == pytest.approx(traced.other_bytes, rel=0.05)
+    # Attention's backward recomputes its scores; nothing needs the last product of a layer again.
+    assert counted.operations == pytest.approx(traced.operations, rel=0.08)

@@ -46,12 +46,12 @@ tps, eps, node_counts = st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 8, 16
 
 BEFORE = (
     # Model, machine, GPUs, batch, checkpointing; seconds, bound, bytes of device, host and disk of one machine.
-    ("gpt-12b", "8xV100-32GB", 1, 8, True, 9.746348022, 9.463936325, 34089730048, 148100063232, 0),
-    ("gpt-12b", "8xV100-32GB", 8, 8, True, 9.528615611, 9.463936325, 29297526528, 18439268351, 0),
+    ("gpt-12b", "8xV100-32GB", 1, 8, True, 10.25358836, 9.971176665, 34089730048, 148100063232, 0),
+    ("gpt-12b", "8xV100-32GB", 8, 8, True, 10.03585595, 9.971176665, 29297526528, 18439268351, 0),
     ("gpt-8b", "RTX4090-desktop", 1, 4, True, 6.446955644, 6.275927654, 25769803776, 64000000000, 31379638271),
-    ("t5-58b", "8xA100-40GB-11TB", 8, 4, True, 4.813395692, 4.763285446, 14183791616, 339822723072, 0),
-    ("gpt-1b", "H200", 1, 4, False, 0.06544413123, 0.06232774403, 23534915584, 0, 0),
-    ("gpt-55b", "8xA100-40GB", 8, 1, True, 3.610183359, 3.507798192, 42949672960, 470335979520, 0),
+    ("t5-58b", "8xA100-40GB-11TB", 8, 4, True, 5.156191257, 5.106081012, 14183791616, 339822723072, 0),
+    ("gpt-1b", "H200", 1, 4, False, 0.07421179583, 0.07067790079, 23534915584, 0, 0),
+    ("gpt-55b", "8xA100-40GB", 8, 1, True, 3.922422535, 3.811540206, 42949672960, 470335979520, 0),
 )
 
 
@@ -101,7 +101,7 @@ def copied_seconds(work, machine, mesh, copied, resident, on_host, in_ram):
     network = machine.network
     return max(
         work.operations / machine.gpu.matmul_rate(work.matrix_size)
-        + own * 28 * (resident + streamed) / machine.gpu.memory_bandwidth,
+        + (own * 28 * (resident + streamed) + work.other_bytes) / machine.gpu.memory_bandwidth,
         one_way / h2d,
         one_way / d2h,
         gpus * ram / machine.host.update_bandwidth(gpus, machine.host.cores // gpus),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from patrickstar._perf_model.collective_costs import all_reduce_bytes, exchange_bytes
 from patrickstar._perf_model.experts import Experts, expected_maximum
 from patrickstar._perf_model.mesh import ONE_PROCESS, Mesh
-from patrickstar._perf_model.transformer_shape import HALF, SINGLE, TransformerShape
+from patrickstar._perf_model.transformer_shape import GRADIENT_TRAFFIC, HALF, SINGLE, TransformerShape
 from patrickstar.errors import ConfigError
 
 PARAM_BYTES = 2
@@ -175,6 +175,10 @@ def shape_workload(
         tensor_parallel_bytes=sums * all_reduce_bytes(tokens * shape.hidden, tp),
         experts=experts,
         model_params=shape.numel,
+        other_bytes=round(
+            shape.traffic_bytes(batch, checkpointing, tp, saved_by_experts)
+            + (GRADIENT_TRAFFIC * experts.params if experts is not None else 0)
+        ),
     )
 
 
