@@ -40,7 +40,10 @@ CALLS = {
     *("wait", "wait_event", "wait_stream", "_arrive", "_end_or_withdraw", "_end_running", "_finish", "_order"),
     *("_wait_for",),
 }
-TESTS = "unit/test_chunk.py", "unit/test_transfers.py", "unit/test_host_tier.py", "laws/test_disk_optimizer_step.py"
+TESTS = (
+    *("unit/test_chunk.py", "unit/test_transfers.py", "unit/test_host_tier.py", "unit/test_update_queue.py"),
+    "laws/test_disk_optimizer_step.py",
+)
 STRICT = (
     *("test_streamed_updates.py", "test_chunks.py", "test_disk_updates.py", "test_saves.py"),
     *("test_running_updates.py", "test_speculation.py", "test_delayed.py", "test_lock_free.py", "test_timeline.py"),
