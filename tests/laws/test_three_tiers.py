@@ -58,14 +58,6 @@ def test_activations_may_need_the_disk_though_memory_holds_all_chunks(tmp_path):
     tiers.compare(blocks, config.model_copy(update={"disk": ps.Disk(tmp_path)}), script, meter=Waves(160_000))
 
 
-def test_sums_of_gradients_may_need_the_disk_though_memory_holds_all_chunks(tmp_path):
-    config = options("fp32", device_memory=60_000, host_memory=430_000)  # chunks have 405,504 bytes, sums 101,376
-    script = lambda trainer, optimizer: train(trainer, inputs(4), accumulation=2)  # noqa: E731
-    with small_engine(blocks, config) as engine, pytest.raises(BudgetError, match="host is full"):
-        script(engine, engine.optimizer)
-    tiers.compare(blocks, config.model_copy(update={"disk": ps.Disk(tmp_path)}), script)
-
-
 def recurrent(m, x):
     """Use several parameters in one operator, and an embedding whose weight stays on the host."""
     ids = (x.float().abs() * 100).long() % 500 if x.is_floating_point() else x

@@ -134,10 +134,8 @@ def plan_tiers(
     if optimizer.updates_together and any(tiers.optimizer is not Tier.HOST for tiers in (in_memory or {}).values()):
         in_memory = None
     free = hardware.free_disk_bytes(Path(config.disk.directory)) // sharing if config.disk is not None else 0
-    # Activations may leave no chunk on the device, and several backwards sum gradients: only what the host holds alone
-    # never needs the disk.
-    sums = layout.gradient_list_bytes - gradients
-    if config.disk is None or (in_memory is not None and layout.model_data_bytes + sums <= host):
+    # Activations may leave no chunk on the device: only what the host holds alone never needs the disk.
+    if config.disk is None or (in_memory is not None and layout.model_data_bytes <= host):
         check(Budgets(device, host), buffers + gradients, libraries, update_bytes)
         assert in_memory is not None, "budgets were checked"
         return TierPlan(in_memory, buffer_bytes=buffers, staging_bytes=buffers)
