@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Callable
 from functools import cache
 from unittest import mock
 
@@ -40,9 +41,9 @@ def build() -> nn.Module:
     return nn.Sequential(Counted(), toys.layers(WIDTH, 6, nn.GELU))
 
 
-def new_engine(device_memory: str) -> ps.Engine:
+def new_engine(device_memory: str, model: Callable[[], nn.Module] = build) -> ps.Engine:
     config = ps.Config(device="strict", chunk_size="18KiB", device_memory=device_memory, host_memory="8MiB")
-    return engine_of(build, config, page_bytes=PAGE_BYTES)
+    return engine_of(model, config, page_bytes=PAGE_BYTES)
 
 
 @pytest.fixture
@@ -149,8 +150,7 @@ def build_frozen() -> nn.Module:
 def test_frozen_parameters_may_be_written_beside_a_save(tmp_path, late_writes, device_memory, seed):
     """They are on the device with the larger budget, and on the host with the smaller one."""
     strict_device.configure(seed=seed)
-    config = ps.Config(device="strict", chunk_size="18KiB", device_memory=device_memory, host_memory="8MiB")
-    engine, expected, loaded = (engine_of(build_frozen, config, page_bytes=PAGE_BYTES) for _ in range(3))
+    engine, expected, loaded = (new_engine(device_memory, build_frozen) for _ in range(3))
     with torch.no_grad():
         for _ in range(2):
             engine(*batch())
@@ -174,8 +174,7 @@ def test_frozen_parameters_may_be_trained_beside_a_save(tmp_path, late_writes, d
         module[1][0].requires_grad_(False)
         return module
 
-    config = ps.Config(device="strict", chunk_size="18KiB", device_memory=device_memory, host_memory="8MiB")
-    engine, expected, loaded = (engine_of(half_frozen, config, page_bytes=PAGE_BYTES) for _ in range(3))
+    engine, expected, loaded = (new_engine(device_memory, half_frozen) for _ in range(3))
     train(engine, 2)
     engine.save(tmp_path / "checkpoint", wait=False)
     engine.module.requires_grad_(True)
