@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from patrickstar import errors, testing
+    from patrickstar import errors, functional, testing
     from patrickstar._distributed.rendezvous import join
     from patrickstar._engine.checkpoint_manager import Checkpoints
     from patrickstar._engine.chunk_optimizer import ChunkOptimizer
@@ -59,6 +59,7 @@ __all__ = [
     "TierUsage",
     "TorchOptimizer",
     "errors",
+    "functional",
     "initialize",
     "join",
     "plan",
@@ -83,7 +84,7 @@ _MODULES = {
     ),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
-_SUBMODULES = ("errors", "testing")
+_SUBMODULES = ("errors", "functional", "testing")
 
 
 def __getattr__(name: str) -> Any:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from patrickstar._autograd.uncomputed_logits import tiled_output
 from patrickstar._dry_run.precision_choice import settle_precision
 from patrickstar._kernels.grad_norm import GradStats, block_sums, fold
 from patrickstar._kernels.rounding import canonical_nan_, round_into
@@ -195,6 +196,9 @@ class ReferenceTrainer:
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = buffer.to(self.device)
+        if config.tiled_loss:
+            output = tiled_output(self.module)
+            output.layer.forward = output  # type: ignore[assignment, method-assign]
         self.trained = {param for param in self.masters if param.requires_grad}
         self.optimizer = optimizer(self)
 

@@ -121,6 +121,9 @@ class Config(Options):
     delivered their states."""
     activation_offload: bool = False
     """Keep saved activations on the host between forward and backward. Default False."""
+    tiled_loss: bool = False
+    """Compute the loss of a language model of transformers by `ps.functional.linear_cross_entropy`, without storing
+    logits. Reading `outputs.logits` computes them. Default False."""
     reduce_dtype: Literal["16-bit", "fp32"] = "16-bit"
     """Dtype in which several processes send and sum gradients: "16-bit" (default) is the compute dtype; "fp32" sends
     twice the bytes. Replicas of a mesh send partial sums to each other in fp32 in both cases."""
@@ -140,6 +143,7 @@ class Config(Options):
             optimizer: Optimizer | Mapping[str, Any] | Callable[..., torch.optim.Optimizer] = ...,
             update: Delayed | LockFree | Mapping[str, Any] | None = ...,
             activation_offload: bool = ...,
+            tiled_loss: bool = ...,
             reduce_dtype: Literal["16-bit", "fp32"] = ...,
         ) -> None: ...
 

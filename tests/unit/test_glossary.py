@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import patrickstar as ps
-from patrickstar import errors, runtime, testing
+from patrickstar import errors, functional, runtime, testing
 
 ROOT = Path(__file__).parents[2]
 CODE = sorted(path for folder in ("src", "benchmarks", "examples", "tests") for path in (ROOT / folder).rglob("*.py"))
@@ -132,8 +132,8 @@ def test_files_that_the_documentation_names_exist():
 
 def public_objects() -> Iterator[tuple[str, object]]:
     """Yield what users may import, with the public methods of classes."""
-    roots = {name: getattr(ps, name) for name in ps.__all__ if name not in ("errors", "testing")}
-    for module in (testing, runtime, errors):
+    roots = {name: getattr(ps, name) for name in ps.__all__ if name not in ("errors", "functional", "testing")}
+    for module in (testing, runtime, errors, functional):
         for name, value in vars(module).items():
             if not name.startswith("_") and getattr(value, "__module__", "") == module.__name__:
                 roots[f"{module.__name__}.{name}"] = value

@@ -104,6 +104,9 @@ def train(
         bool,
         typer.Option("--activation-offload", help="Move activations to the host between forward and backward."),
     ] = False,
+    tiled_loss: Annotated[
+        bool, typer.Option("--tiled-loss", help="Compute the loss by tiles of tokens, without storing logits.")
+    ] = False,
     delay_from: Annotated[
         int | None,
         typer.Option(min=0, help="Delay updates by one step from this step on. Not exact: see docs/staleness.md."),
@@ -270,6 +273,9 @@ def plan(
             help="Recompute activations in backward instead of keeping them. Default: whichever is faster.",
         ),
     ] = None,
+    tiled_loss: Annotated[
+        bool, typer.Option("--tiled-loss", help="Compute the loss by tiles of tokens, without storing logits.")
+    ] = False,
     precision: Annotated[
         Literal["auto", "bf16", "fp16", "fp32"],
         typer.Option(help="Compute precision. auto: the 16-bit one of the device; on this CPU what is faster."),

@@ -10,7 +10,7 @@ _REPLACED = (
     (re.compile(rf"\b({_SIZES}|{_OTHERS})=(?:'([^']*)'|([\w.]+))"), r"--\1 \2\3"),
     (re.compile(r"activation checkpointing \(model\.\w+\(\)\)"), "--activation-checkpointing"),
     (re.compile(r"ps\.Config\(disk=ps\.Disk\(directory\)\)|\bdisk=ps\.Disk\(directory\)"), "--disk DIRECTORY"),
-    (re.compile(r"\bactivation_offload=True"), "--activation-offload"),
+    (re.compile(r"\b(activation_offload|tiled_loss)=True"), r"--\1"),
     (re.compile(r"\bprecision=['\"](\w+)['\"]"), r"--precision \1"),
     (re.compile(rf"(?<![\w-])({_SIZES})\b"), r"--\1"),
     (re.compile(r"\b\d+ bytes \(([\d.]+ [KMGT]?i?B)\)"), r"\1"),

@@ -25,6 +25,7 @@ class PlanOptions(SearchOptions):
     capacity_factor: float | None
     lora: int | None
     qlora: int | None
+    tiled_loss: bool
     largest: bool
     least_tflops: float
     html: Path | None
@@ -33,7 +34,7 @@ class PlanOptions(SearchOptions):
 
 RANK = 16
 """Rank of the adapters in the table of models, if none is given."""
-OF_MODELS = {"nodes": 1, "tp": 1, "ep": 1, "capacity_factor": None, "html": None}
+OF_MODELS = {"nodes": 1, "tp": 1, "ep": 1, "capacity_factor": None, "html": None, "tiled_loss": False}
 """Options that a table of models has no use for, and their defaults."""
 
 
@@ -62,7 +63,7 @@ def plan(options: PlanOptions, console: Console) -> None:
             if adapters is None and (known := first_look(options.model, options.sequence, search)) is not None:
                 search.tell(known)
             model = find_planned_model(
-                options.model, options.sequence, search.machine, options.capacity_factor, adapters
+                options.model, options.sequence, search.machine, options.capacity_factor, adapters, options.tiled_loss
             )
         found = search.plan(model)
     if options.as_json:

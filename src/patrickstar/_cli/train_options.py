@@ -30,6 +30,7 @@ class TrainOptions:
     chunk_size: str
     activation_checkpointing: bool
     activation_offload: bool
+    tiled_loss: bool
     delay_from: int | None
     lock_free_from: int | None
     max_staleness: int

@@ -18,6 +18,7 @@ def training_config(options: TrainOptions) -> ps.Config:
         optimizer=ps.AdamW(lr=options.lr, weight_decay=options.weight_decay),
         update=_late_update(options),
         activation_offload=options.activation_offload,
+        tiled_loss=options.tiled_loss,
     )
 
 

@@ -202,6 +202,8 @@ class FitCheck:
             method = enable_checkpointing(on_meta(self._model))
         if method is not None and self._fits(replace(trial, checkpointing=True)):
             yield f"activation checkpointing (model.{method}())"
+        if not trial.config.tiled_loss and self._fits(_with(trial, "tiled_loss", True)):
+            yield "tiled_loss=True"
         if not trial.config.activation_offload and self._fits(_with(trial, "activation_offload", True)):
             yield "activation_offload=True"
         rows = batch_of(trial)

@@ -80,6 +80,7 @@ def traced_workloads(
     step_of: Callable[[int], Step],
     tokens_of: Callable[[int], int],
     machine: Machine,
+    tiled_loss: bool = False,
 ) -> Callable[[int, bool], Workload]:
     """Return a function from (batch, checkpointing) to the workload of one dry-run step.
 
@@ -88,6 +89,7 @@ def traced_workloads(
         step_of: Returns a step over a batch of the given number of sequences.
         tokens_of: Returns the number of tokens in such a batch.
         machine: Decides by its type which attention kernels are used.
+        tiled_loss: The loss is computed without storing logits.
 
     Raises:
         ModelError: A module cannot run on meta tensors; the message names it.
@@ -120,6 +122,7 @@ def traced_workloads(
             device_memory=AMPLE_BYTES_PER_PARAM * numel + AMPLE_ACTIVATION_BYTES,
             host_memory=AMPLE_BYTES_PER_PARAM * (numel + largest),
             chunk_size=largest,
+            tiled_loss=tiled_loss,
         )
         report = simulate(make_engine, model, config, recorded_step, machine, counter, steps=1)
         layout = engines[0].layout

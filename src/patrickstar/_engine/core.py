@@ -12,7 +12,6 @@ from patrickstar._autograd.interceptor import Interceptor
 from patrickstar._autograd.lazy_state import LazyState
 from patrickstar._autograd.module_hooks import ModuleHooks, check_no_graphs
 from patrickstar._checkpoint.background_save import BackgroundSave
-from patrickstar._checkpoint.module_save_pretrained import save_in_full_precision
 from patrickstar._chunks.chunk_manager import ChunkManager
 from patrickstar._chunks.tracer import Tracer
 from patrickstar._distributed.process_group import Processes
@@ -31,6 +30,7 @@ from patrickstar._engine.param_init import (
     move_params,
     param_specs,
     params_used_together,
+    replace_methods,
     unfreeze,
 )
 from patrickstar._hardware.direct_io import PAGE_BYTES
@@ -187,8 +187,7 @@ class EngineCore:
             self.interceptor, self.lazy_state.before_state_dict, self.lazy_state.after_state_dict
         )
         self.module_hooks.notice(self.modules)
-        if (method := save_in_full_precision(self.module, self.model_params)) is not None:
-            self.module_hooks.replace_method(self.module, "save_pretrained", method)
+        replace_methods(self.module, self.module_hooks, self.model_params, config)
         self.interceptor.closer.release_with(self)
         self.averaged = False
         """True while the parameters are exchanged for their moving averages."""

@@ -8,6 +8,9 @@ import torch
 from torch import nn
 
 from patrickstar._autograd.interceptor import Interceptor
+from patrickstar._autograd.module_hooks import ModuleHooks
+from patrickstar._autograd.uncomputed_logits import tiled_output
+from patrickstar._checkpoint.module_save_pretrained import save_in_full_precision
 from patrickstar._chunks.chunk_manager import ChunkManager
 from patrickstar._distributed.param_sharding import ParamSharding, local_part
 from patrickstar._engine.shared_memory import check_memory
@@ -97,8 +100,11 @@ def param_specs(
         shardings: With several processes, which of them hold and share each parameter.
 
     Raises:
-        ConfigError: The optimizer needs whole parameters, or all of them, and processes hold parts.
+        ConfigError: The optimizer needs whole parameters, or all of them, and processes hold parts; or the model has no
+            output layer for a tiled loss.
     """
+    if config.tiled_loss:
+        tiled_output(model)  # before memory is used
     optimizer = config.optimizer
     if shardings and optimizer.updates_together:
         raise ConfigError(
@@ -266,6 +272,15 @@ def _own_elements(managed: ManagedParam, weights: WeightSource | None) -> torch.
             )
         value = managed.local(value)
     return managed.flattened(value)[managed.shard_slice]
+
+
+def replace_methods(module: nn.Module, hooks: ModuleHooks, managed_params: list[ManagedParam], config: Config) -> None:
+    """Let a model save full precision, and leave its logits to a tiled loss."""
+    if (method := save_in_full_precision(module, managed_params)) is not None:
+        hooks.replace_method(module, "save_pretrained", method)
+    if config.tiled_loss:
+        output = tiled_output(module)
+        hooks.replace_method(output.layer, "forward", output)
 
 
 def unfreeze(

@@ -1,6 +1,8 @@
 """Selection of the compute device of a process."""
 
 import os
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
@@ -48,3 +50,17 @@ def find_device(name: str = "auto") -> torch.device:
                 f"device {name!r} is not available: PyTorch finds {count} {device.type} devices here; use 'cpu'"
             )
     return device
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """Return the dtype that autocast computes products in; None without autocast, which not every device has."""
+    if not torch.amp.is_autocast_available(device.type) or not torch.is_autocast_enabled(device.type):
+        return None
+    return torch.get_autocast_dtype(device.type)
+
+
+def autocast_to(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    """Return a context with autocast to a dtype, or without autocast."""
+    if not torch.amp.is_autocast_available(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, dtype, enabled=dtype is not None)

@@ -106,7 +106,8 @@ def config_text(plan: Prediction) -> str:
     disk = ', disk="FOLDER ON THE DRIVE"' if machine.disk is not None and best.disk_bytes else ""
     torchrun = "" if best.processes == 1 else f"torchrun --nproc-per-node {best.mesh.gpus} script.py\n"
     recompute = "model.activation_checkpointing_enable()\n" if best.workload.checkpointing else ""
-    config = f'config = ps.Config(precision="{machine.precision}"{disk}, optimizer=ps.AdamW(lr=1e-4))'
+    tiled = ", tiled_loss=True" if plan.model.tiled_loss else ""
+    config = f'config = ps.Config(precision="{machine.precision}"{disk}{tiled}, optimizer=ps.AdamW(lr=1e-4))'
     adapters = "" if plan.model.adapters is None else _adapters_text(plan.model.adapters, machine.precision)
     return f"{torchrun}{adapters}{recompute}{config}\nengine, optimizer = ps.initialize(model, config)"
 

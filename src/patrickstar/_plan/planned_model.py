@@ -32,6 +32,7 @@ class PlannedModel:
         workload: Returns the workload of one process.
         traced: Returns the model as dry runs train it; None if they can't.
         adapters: Adapters that are added to a model of that name, and trained in its place.
+        tiled_loss: The loss is computed without storing logits.
     """
 
     name: str
@@ -39,6 +40,7 @@ class PlannedModel:
     workload: Workloads
     traced: "Callable[[], TracedModel] | None" = None
     adapters: Adapters | None = None
+    tiled_loss: bool = False
 
 
 def find_planned_model(
@@ -47,20 +49,22 @@ def find_planned_model(
     machine: Machine,
     capacity_factor: float | None,
     adapters: Adapters | None = None,
+    tiled_loss: bool = False,
 ) -> PlannedModel:
     """Find a model by preset, whose workload is computed by formulas, or configuration, which is traced in a dry run.
 
     The configuration is a file, that of a preset for training with experts, or that of a well-known open model.
-    Formulas are of full fine-tuning in 16 bits: a preset with adapters, or in fp32, is traced.
+    Formulas are of full fine-tuning in 16 bits: a preset with adapters, a tiled loss, or in fp32, is traced.
 
     Raises:
         ConfigError: The name is neither, and the message suggests the nearest names; the model has no experts for
             which the capacity factor could be; or it is only a formula.
     """
     presets: dict[str, Gpt | T5] = {**PRESETS, **T5_PRESETS, **MOE_PRESETS}
-    by_formula = adapters is None and machine.precision != "fp32"
+    others = {f"{adapters}": adapters is not None, "a tiled loss": tiled_loss, "fp32": machine.precision == "fp32"}
+    by_formula = not any(others.values())
     if not by_formula and (name in T5_PRESETS or name in MOE_PRESETS):
-        what = f"{adapters}" if adapters is not None else "fp32"
+        what = next(text for text, asked in others.items() if asked)
         raise ConfigError(f"{name} with {what}: its plan is a formula of full fine-tuning in 16 bits")
     if name in presets and by_formula:
         return planned_shape(name, replace(presets[name], sequence=sequence), capacity_factor)
@@ -79,9 +83,8 @@ def find_planned_model(
 
     source = find_model(name)
     source.check_sequence(sequence)
-    return replace(
-        planned_trace(language_model(source, sequence, adapters, machine.precision), machine), adapters=adapters
-    )
+    traced = language_model(source, sequence, adapters, machine.precision, tiled_loss)
+    return replace(planned_trace(traced, machine), adapters=adapters)
 
 
 def planned_shape(name: str, shape: Gpt | T5, capacity_factor: float | None = None) -> PlannedModel:
@@ -107,7 +110,7 @@ def planned_trace(model: "TracedModel", machine: Machine) -> PlannedModel:
             )
         return of_process(batch, checkpointing)
 
-    return PlannedModel(model.name, model.row_tokens, workload, lambda: model)
+    return PlannedModel(model.name, model.row_tokens, workload, lambda: model, tiled_loss=model.tiled_loss)
 
 
 def _traced_preset(name: str, shape: Preset | T5Preset) -> "TracedModel":

@@ -53,6 +53,7 @@ def plan(
     sample: Any = None,
     loss: "Callable[[Any], torch.Tensor] | None" = None,
     capacity_factor: float | None = None,
+    tiled_loss: bool = False,
     dry_run: bool = True,
 ) -> Plan:
     """Predict whether a model fits a machine, how fast it trains there, and what limits it. Nothing is trained.
@@ -87,6 +88,7 @@ def plan(
         sample: Inputs of a module as in training: a tensor, a tuple of arguments, or a mapping of keyword arguments.
         loss: Returns the loss from the output of a module. Default: that of `ps.initialize`.
         capacity_factor: Buffer of each expert relative to the mean number of tokens. Default: no buffers.
+        tiled_loss: Compute the loss as `Config(tiled_loss=True)` does, without storing logits.
         dry_run: Let the engine run a step on the simulated machine, which takes seconds; else only estimate.
 
     Returns:
@@ -102,7 +104,8 @@ def plan(
     if isinstance(model, str):
         if sample is not None or loss is not None:
             raise ConfigError(f"`sample` and `loss` are for modules; {model} has token ids of `sequence`")
-        return search.plan(find_planned_model(model, sequence, search.machine, capacity_factor, adapters))
+        found = find_planned_model(model, sequence, search.machine, capacity_factor, adapters, tiled_loss)
+        return search.plan(found)
     if adapters is not None:
         raise ConfigError(f"{adapters}: plan a module with the adapters that it has; `lora` and `qlora` are for names")
     if sample is None:
@@ -110,7 +113,7 @@ def plan(
     # Imported here because PyTorch takes seconds to load.
     from patrickstar._plan.traced_model import sampled_model
 
-    traced = sampled_model(model, sample, loss)
+    traced = sampled_model(model, sample, loss, tiled_loss)
     if activation_checkpointing is None:
         search = replace(search, checkpointing=traced.checkpointing)
     return search.plan(planned_trace(traced, search.machine))

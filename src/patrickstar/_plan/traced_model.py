@@ -48,6 +48,7 @@ class TracedModel:
         row_tokens: Tokens of a sequence.
         name: Name of the model.
         checkpointing: Choices of activation checkpointing that the model supports.
+        tiled_loss: Compute the loss without storing logits.
     """
 
     build: Callable[[bool], Build]
@@ -55,10 +56,12 @@ class TracedModel:
     row_tokens: int
     name: str
     checkpointing: tuple[bool, ...] = (True, False)
+    tiled_loss: bool = False
 
     def workloads(self, machine: Machine) -> Callable[[int, bool], Workload]:
         """Return the workload of a step as a function of batch and checkpointing, traced on first use."""
-        return traced_workloads(Engine, self.build, self.step, lambda batch: batch * self.row_tokens, machine)
+        tokens_of = lambda batch: batch * self.row_tokens  # noqa: E731
+        return traced_workloads(Engine, self.build, self.step, tokens_of, machine, self.tiled_loss)
 
     def dry_run(self, machine: Machine, best: Estimate) -> DryRunReport:
         """Dry-run a step of an estimate's batch and processes on a machine; on this machine its operators are timed.
@@ -68,22 +71,28 @@ class TracedModel:
         """
         work = best.workload
         disk = None if machine.disk is None else Disk(".")
-        config = Config(device="cpu" if machine.gpu is None else "auto", precision=machine.precision, disk=disk)
+        device = "cpu" if machine.gpu is None else "auto"
+        config = Config(device=device, precision=machine.precision, disk=disk, tiled_loss=self.tiled_loss)
         build, step = self.build(work.checkpointing), self.step(work.batch)
         if machine.measured:
-            device = config.find_device()
-            return simulate_on_this_machine(Engine, build, config, step, device, machine, best.processes)
+            found = config.find_device()
+            return simulate_on_this_machine(Engine, build, config, step, found, machine, best.processes)
         return simulate(Engine, build, config, step, machine, processes=best.processes)
 
 
 def language_model(
-    source: ModelSource, sequence: int, adapters: Adapters | None = None, precision: str = "bf16"
+    source: ModelSource,
+    sequence: int,
+    adapters: Adapters | None = None,
+    precision: str = "bf16",
+    tiled_loss: bool = False,
 ) -> TracedModel:
     """Return a language model over sequences of that many tokens, in encoder and decoder if it has both.
 
     Args:
         adapters: Adapters to train beside a frozen base in `precision`. Default: the model itself is trained.
         precision: Precision of products.
+        tiled_loss: Compute the loss without storing logits.
     """
 
     def build(checkpointing: bool) -> Build:
@@ -94,21 +103,20 @@ def language_model(
         ids = torch.zeros(batch, sequence, dtype=torch.int64, device="cpu")
         return training_step({"input_ids": ids, "labels": ids}, max_norm=MAX_NORM)
 
-    return TracedModel(
-        build,
-        step,
-        sequence,
-        source.name if adapters is None else f"{source.name} with {adapters}",
-    )
+    name = source.name if adapters is None else f"{source.name} with {adapters}"
+    return TracedModel(build, step, sequence, name, tiled_loss=tiled_loss)
 
 
-def sampled_model(model: nn.Module | Build, sample: Any, loss: Loss | None = None) -> TracedModel:
+def sampled_model(
+    model: nn.Module | Build, sample: Any, loss: Loss | None = None, tiled_loss: bool = False
+) -> TracedModel:
     """Return a model of the user with inputs as in training.
 
     Args:
         model: A module, or a function that builds it.
         sample: A tensor, a tuple of arguments, or a mapping of keyword arguments; its rows are the sequences.
         loss: Returns the loss from the model's output. Default: that of `ps.initialize`.
+        tiled_loss: Compute the loss without storing logits.
 
     Raises:
         ConfigError: The inputs have no common first dimension.
@@ -134,7 +142,7 @@ def sampled_model(model: nn.Module | Build, sample: Any, loss: Loss | None = Non
 
     name = type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", "a model")
     supported = (True, False) if enable_checkpointing(build(False)()) is not None else (False,)
-    return TracedModel(build, step, _row_tokens(trial), name, supported)
+    return TracedModel(build, step, _row_tokens(trial), name, supported, tiled_loss)
 
 
 def _row_tokens(trial: Trial) -> int:
