@@ -223,8 +223,8 @@ def _rows(
     Returns:
         The losses, of shape (tokens,), in fp32; 0 for tokens that do not count.
     """
-    smoothing, wide = form.label_smoothing / logits.shape[1], factors.dtype
-    words, factors = torch.where(counts, labels, 0).unsqueeze(1), factors.unsqueeze(1)
+    wide, smoothing, even = factors.dtype, form.label_smoothing, form.label_smoothing / logits.shape[1]
+    words, factors = labels.masked_fill(~counts, 0).unsqueeze(1), factors.unsqueeze(1)
     values, slope = logits, None
     if form.scale != 1.0 or form.softcap is not None:
         values = logits.to(wide, copy=True).mul_(form.scale)
@@ -234,17 +234,19 @@ def _rows(
         values.mul_(form.softcap)
     logarithms = functional.log_softmax(values, 1, dtype=wide)
     chosen = logarithms.gather(1, words)
-    losses = (form.label_smoothing - 1) * chosen
-    if form.label_smoothing:
-        losses -= smoothing * logarithms.sum(1, keepdim=True)
-    log_sums = values.gather(1, words).to(wide) - chosen if form.z_loss else 0.0
-    losses += form.z_loss * log_sums**2
+    losses, summed = -chosen, factors
+    if smoothing:
+        losses = (smoothing - 1) * chosen - even * logarithms.sum(1, keepdim=True)
+    if form.z_loss:
+        log_sums = values.gather(1, words).to(wide) - chosen
+        losses += form.z_loss * log_sums.square()
+        summed = factors * (1 + 2 * form.z_loss * log_sums)
     if with_gradients:
-        gradients = logarithms.exp_().mul_(factors * (1 + 2 * form.z_loss * log_sums))
-        if form.label_smoothing:
-            gradients -= factors * smoothing
-        gradients.scatter_add_(1, words, factors * (form.label_smoothing - 1))
+        gradients = logarithms.exp_().mul_(summed)
+        if smoothing:
+            gradients -= factors * even
+        gradients.scatter_add_(1, words, factors * (smoothing - 1) if smoothing else -factors)
         if slope is not None:
             gradients *= slope
         logits.copy_(gradients if form.scale == 1.0 else gradients.mul_(form.scale))
-    return torch.where(counts, losses.squeeze(1), 0)
+    return losses.squeeze(1).masked_fill_(~counts, 0.0)

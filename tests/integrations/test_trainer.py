@@ -70,6 +70,23 @@ def test_results_are_bitwise_those_of_the_stock_trainer(tmp_path, case):
     assert rest == own_rest
 
 
+@pytest.mark.filterwarnings("error:tiled_loss=True")
+def test_a_tiled_loss_gives_losses_and_predictions_of_the_stock_trainer(tmp_path):
+    """Nothing but predictions reads logits."""
+    found = []
+    tiled = ps.Config(**trainers.BUDGET.model_dump(include=trainers.BUDGET.model_fields_set), tiled_loss=True)
+    for kind, config in zip(KINDS, (None, tiled), strict=True):
+        options = dict(eval_dataset=texts(7, seed=1), eval_strategy="epoch", optimizer_cls_and_kwargs=ADAMW)
+        trainer = create(kind, tmp_path, gpt2(0.0), config, max_grad_norm=100.0, **options)
+        trainer.train()
+        losses = [entry[key] for entry in trainers.logged(trainer) for key in ("loss", "eval_loss") if key in entry]
+        found.append((losses, trainer.predict(texts(5, seed=2))))
+        close(trainer)
+    (losses, predicted), (own_losses, own_predicted) = found
+    assert losses and np.allclose(losses, own_losses, rtol=1e-4)
+    assert np.allclose(predicted.predictions, own_predicted.predictions, atol=1e-3)
+
+
 @pytest.mark.parametrize("bf16", [False, True])
 def test_results_are_bitwise_those_of_the_reference(tmp_path, bf16):
     """Compare with the stock loops over ReferenceTrainer: AdamW of this package, clipping that takes effect."""

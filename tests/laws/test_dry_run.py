@@ -20,6 +20,7 @@ from toys import Shape, batches, layers, module
 from transfer_bounds import min_transfer_bytes
 
 import patrickstar as ps
+from patrickstar import functional
 from patrickstar._dry_run.host_time import HostCosts
 from patrickstar._dry_run.op_tracer import OpCost
 from patrickstar._dry_run.report import DryRunReport
@@ -162,9 +163,9 @@ def test_updates_that_outlast_a_step_are_not_left_to_the_next_one(clips):
 class Text(nn.Module):
     """Model of token ids: masks of integers, attention, checkpointed blocks with saved random states, dropout."""
 
-    def __init__(self, checkpointed: bool) -> None:
+    def __init__(self, checkpointed: bool, tiled: bool = False) -> None:
         super().__init__()
-        self.checkpointed = checkpointed
+        self.checkpointed, self.tiled = checkpointed, tiled
         self.embedding, self.positions = nn.Embedding(512, 64), nn.Embedding(64, 64)
         self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(64, 4, 128, batch_first=True) for _ in range(3))
         self.norm, self.head = nn.LayerNorm(64), nn.Linear(64, 512)
@@ -177,6 +178,8 @@ class Text(nn.Module):
                 hidden = checkpoint(block, hidden, None, mask, use_reentrant=False)
             else:
                 hidden = block(hidden, None, mask)
+        if self.tiled:
+            return ps.functional.linear_cross_entropy(self.norm(hidden), self.head.weight, labels, self.head.bias)
         return nn.functional.cross_entropy(self.head(self.norm(hidden)).flatten(0, 1).float(), labels.flatten())
 
 
@@ -189,6 +192,7 @@ def ids_of(count: int) -> tuple[torch.Tensor, torch.Tensor]:
 CASES = {
     "text": (lambda: Text(False), lambda: ids_of(4)),
     "checkpointed text": (lambda: Text(True), lambda: ids_of(3)),
+    "tiled text": (lambda: Text(False, tiled=True), lambda: ids_of(8)),
     "small": (Shape(("mlp", "attention", "plain")).build, lambda: batches(1)[0]),
 }
 
@@ -196,7 +200,8 @@ CASES = {
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("room", ["all", "half", "disk"])
 @pytest.mark.parametrize("case", CASES)
-def test_predicted_memory_is_measured_memory(case, room, precision, tmp_path):
+def test_predicted_memory_is_measured_memory(case, room, precision, tmp_path, monkeypatch):
+    monkeypatch.setattr(functional, "TILE_BYTES", 128 * 512 * 2)  # several tiles
     build, inputs = CASES[case]
     numel = sum(param.numel() for param in build().parameters())
     more = {}
@@ -222,6 +227,32 @@ def test_predicted_memory_is_measured_memory(case, room, precision, tmp_path):
     assert predicted == [moment.non_model_bytes for moment in trace]
     for name in ("device_peak_non_model_bytes", "device_peak_model_bytes", "host_peak_model_bytes", "disk_bytes"):
         assert getattr(report.stats, name) == getattr(measured, name), name
+
+
+class Head(nn.Module):
+    """Output layer of a large vocabulary, and its loss."""
+
+    def __init__(self, tiled: bool) -> None:
+        super().__init__()
+        self.head, self.tiled = nn.Linear(64, 128_256, bias=False), tiled
+
+    def forward(self, hidden, labels):
+        if self.tiled:
+            return ps.functional.linear_cross_entropy(hidden, self.head.weight, labels)
+        return nn.functional.cross_entropy(self.head(hidden).float(), labels)
+
+
+@pytest.mark.parametrize("tiled", [True, False])
+def test_a_tiled_loss_needs_400_mb_where_logits_need_ten_gb(tiled):
+    def step(engine):
+        hidden = torch.empty(8192, 64, device="meta", dtype=torch.bfloat16, requires_grad=True)
+        run_step(engine, (hidden, torch.zeros(8192, dtype=torch.int64)))
+
+    config = ps.Config(device="cpu", precision="bf16", device_memory="20GiB", host_memory="20GiB")
+    report = simulate(Engine, partial(Head, tiled), config, step, LAPTOP)
+    operands = 2 * (128_256 + 8192) * 64 * 2  # weight and hidden, or their gradients, and copies in the right dtype
+    peak = report.stats.device_peak_non_model_bytes
+    assert peak <= 0.4e9 + operands if tiled else peak >= 10e9
 
 
 CONFIG = ps.Config(device="cpu", device_memory="64MiB", host_memory="1GiB")

@@ -8,8 +8,8 @@ import patrickstar
 
 SRC = Path(patrickstar.__file__).parent
 MOST_LINES = {
-    ".": 1503,
-    "_autograd": 2896,
+    ".": 1505,
+    "_autograd": 2900,
     "_checkpoint": 2545,
     "_chunks": 1695,
     "_cli": 2323,

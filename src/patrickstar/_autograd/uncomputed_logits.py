@@ -40,6 +40,8 @@ class _Form:
     versions: tuple[int, ...]
     """Versions of the layer's operands when it was called."""
     autocast: torch.dtype | None
+    recorded: bool
+    """Gradients were recorded when the layer was called."""
     wide: bool = False
     """Converted to fp32."""
     scale: float = 1.0
@@ -72,7 +74,7 @@ class UncomputedLogits(torch.Tensor):
         kwargs = kwargs or {}
         if func == _REQUIRES_GRAD:
             form = args[0].form
-            return form.hidden.requires_grad or form.output.layer.weight.requires_grad
+            return form.recorded and (form.hidden.requires_grad or form.output.layer.weight.requires_grad)
         if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -103,15 +105,16 @@ class UncomputedLogits(torch.Tensor):
     def computed(self, reader: str) -> torch.Tensor:
         """Return the logits for an operator of this name."""
         form, layer = self.checked(), self.form.output.layer
-        if torch.is_grad_enabled():
+        recorded = form.recorded and torch.is_grad_enabled()
+        if recorded:
             form.output.notice(reader, self.shape, self.dtype)
-        with autocast_to(self.device, form.autocast):
+        with torch.set_grad_enabled(recorded), autocast_to(self.device, form.autocast):
             logits = functional.linear(form.hidden, layer.weight, layer.bias)
-        logits = logits.float() if form.wide else logits
-        logits = logits if form.scale == 1.0 else logits * form.scale
-        logits = logits if form.divisor is None else logits / form.divisor
-        logits = logits.tanh() if form.bounded or form.softcap is not None else logits
-        return logits if form.softcap is None else logits * form.softcap
+            logits = logits.float() if form.wide else logits
+            logits = logits if form.scale == 1.0 else logits * form.scale
+            logits = logits if form.divisor is None else logits / form.divisor
+            logits = logits.tanh() if form.bounded or form.softcap is not None else logits
+            return logits if form.softcap is None else logits * form.softcap
 
 
 def _with_logits(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -133,7 +136,8 @@ class TiledOutput:
         self._noticed = False
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        return UncomputedLogits.of(_Form(self, hidden, self.versions(hidden), autocast_dtype(hidden.device)))
+        state = self.versions(hidden), autocast_dtype(hidden.device), torch.is_grad_enabled()
+        return UncomputedLogits.of(_Form(self, hidden, *state))
 
     def versions(self, hidden: torch.Tensor) -> tuple[int, ...]:
         """Return the versions of the layer's operands, of which each write makes a new one."""
