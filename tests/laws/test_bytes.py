@@ -4,13 +4,16 @@ import mmap
 from functools import partial
 
 import pytest
+import simulated_machines
 import torch
 from sampling import drawn
+from seeded import run_step
 from torch import nn
 from toys import Shape, batches, inputs, layers, mean_square, module, train
 from transformers import GPT2LMHeadModel
 
 import patrickstar as ps
+from patrickstar._dry_run.simulation import simulate
 from patrickstar._engine.param_init import make_layout, param_specs
 from patrickstar._layout.chunk_mapping import align
 from patrickstar._layout.schema import EXP_AVG, EXP_AVG_SQ, GRAD32, PARAM16, PARAM32
@@ -114,3 +117,29 @@ def test_alignment_adds_at_most_a_thousandth_of_model_data(preset):
     assert layout.numel == PRESETS[preset].numel
     assert added <= layout.padding_bytes, "padding includes the ends of chunks as well"
     assert added <= 0.001 * layout.model_data_bytes
+
+
+class Head(nn.Module):
+    """Output layer of a large vocabulary, and its loss."""
+
+    def __init__(self, tiled: bool) -> None:
+        super().__init__()
+        self.head, self.tiled = nn.Linear(64, 128_256, bias=False), tiled
+
+    def forward(self, hidden, labels):
+        if self.tiled:
+            return ps.functional.linear_cross_entropy(hidden, self.head.weight, labels)
+        return nn.functional.cross_entropy(self.head(hidden).float(), labels)
+
+
+@pytest.mark.parametrize("tiled", [True, False])
+def test_a_tiled_loss_needs_400_mb_where_logits_need_ten_gb(tiled):
+    def step(engine):
+        hidden = torch.empty(8192, 64, device="meta", dtype=torch.bfloat16, requires_grad=True)
+        run_step(engine, (hidden, torch.zeros(8192, dtype=torch.int64)))
+
+    config = ps.Config(device="cpu", precision="bf16", device_memory="20GiB", host_memory="20GiB")
+    report = simulate(ps.Engine, partial(Head, tiled), config, step, simulated_machines.LAPTOP)
+    operands = 2 * (128_256 + 8192) * 64 * 2  # weight and hidden, or their gradients, and copies in the right dtype
+    peak = report.stats.device_peak_non_model_bytes
+    assert peak <= 0.4e9 + operands if tiled else peak >= 10e9
