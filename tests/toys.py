@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from patrickstar.functional import linear_cross_entropy
+
 VOCABULARY = 11
 
 
@@ -31,6 +33,8 @@ class Shape:
     frozen_norms: bool = False
     checkpointing: bool = False
     width: int = 8
+    tiled: bool = False
+    """The result is the cross-entropy of the next tokens, without logits, in place of the logits' mean square."""
 
     def build(self) -> nn.Module:
         """Build the model, initialised from the current seed."""
@@ -62,10 +66,12 @@ class LanguageModel(nn.Module):
                     module.requires_grad_(False)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the mean square of the head's output."""
+        """Return the mean square of the head's output, or a tiled loss."""
         hidden = self.words(ids)
         for block in self.blocks:
             hidden = checkpoint(block, hidden, use_reentrant=False) if self.shape.checkpointing else block(hidden)
+        if self.shape.tiled:
+            return linear_cross_entropy(hidden, self.head.weight, ids, shift=True)
         return mean_square(self.head(hidden))
 
 

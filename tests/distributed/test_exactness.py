@@ -30,7 +30,8 @@ CPU = torch.device("cpu")
 
 def random_shape(draw: random.Random) -> Shape:
     blocks = tuple(draw.choice(["mlp", "attention", "plain"]) for _ in range(draw.randint(1, 4)))
-    return Shape(blocks, draw.random() < 0.5, draw.random() < 0.3, draw.random() < 0.5)
+    options = draw.random() < 0.5, draw.random() < 0.3, draw.random() < 0.5
+    return Shape(blocks, *options, tiled=draw.random() < 0.3)
 
 
 def random_config(draw: random.Random, **options: Any) -> ps.Config:

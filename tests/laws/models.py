@@ -20,6 +20,7 @@ shapes = st.builds(
     tied=st.booleans(),
     frozen_norms=st.booleans(),
     checkpointing=st.booleans(),
+    tiled=st.booleans(),
 )
 chunk_sizes = st.sampled_from([256, 1024, 2800, 16384, "auto"])
 precisions = st.sampled_from(["bf16", "fp16", "fp32"])
