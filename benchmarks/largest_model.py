@@ -73,7 +73,7 @@ def plan(computer: Computer, disk: bool, model: str, **more: Any) -> ps.Plan | N
             host_memory=f"{computer.host_gb}GB",
             disk=DISK if disk else None,
             sequence=SEQUENCE,
-            **{"dry_run": False} | more,
+            **{"dry_run": False, "tiled_loss": True} | more,
         )
     except BudgetError:
         return None
@@ -92,7 +92,7 @@ def fits_plain(computer: Computer, model: str) -> bool:
     model_bytes = PLAIN_BYTES * OPEN_MODELS[model].params
     if model_bytes > card_bytes:
         return False
-    found = plan(computer, False, model, batch=1, activation_checkpointing=True)
+    found = plan(computer, False, model, batch=1, activation_checkpointing=True, tiled_loss=False)
     return found is not None and model_bytes + found.best.workload.non_model_bytes <= card_bytes
 
 

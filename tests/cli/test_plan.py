@@ -94,6 +94,26 @@ def test_any_configuration_is_traced_and_comes_to_what_counting_says(tmp_path, m
     assert traced["non_model_bytes"] == pytest.approx(counted["non_model_bytes"], rel=0.35)
 
 
+def test_a_tiled_loss_leaves_out_logits_and_is_in_the_configuration_to_paste():
+    options = [
+        "--model",
+        "gpt2-124m",
+        "--machine",
+        "RTX4090-desktop",
+        "--sequence",
+        "512",
+        "--batch",
+        "16",
+        "--no-dry-run",
+    ]
+    plain, tiled = planned(*options), planned(*options, "--tiled-loss")
+    logits = 16 * 512 * PRESETS["gpt2-124m"].vocab
+    assert plain["non_model_bytes"] - tiled["non_model_bytes"] > 6 * logits
+    assert "tiled_loss=True" in plan(*options, "--tiled-loss").output
+    assert_told(plan("--model", "t5-220m", "--tiled-loss"), "t5-220m with a tiled loss: its plan is a formula")
+    assert_told(plan("--tiled-loss"), "--tiled-loss True is for the plan of one model")
+
+
 def test_a_machine_is_described_by_its_parts():
     parts = ["--model", "gpt-8b", "--gpu", "rtx4090", "--host-memory", "64GB", "--disk", "2TB:7GB/s:5GB/s"]
     desktop = ["--model", "gpt-8b", "--machine", "RTX4090-desktop"]

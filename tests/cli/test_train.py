@@ -89,6 +89,7 @@ def test_training_options_reach_the_engine() -> None:
     same = ["--activation-checkpointing", "--activation-offload", "--chunk-size", "64KiB", "--host-memory", "1GiB"]
     assert losses_of("--steps", 2, "--precision", "fp32", *same) == plain
     assert losses_of("--steps", 2, "--precision", "bf16") != plain
+    assert losses_of("--steps", 2, "--precision", "fp32", "--tiled-loss") == pytest.approx(plain, rel=1e-5)
     trained("--steps", 2, "--precision", "fp16", "--max-norm", 0)
     assert all(step["loss_scale"] > 1 and step["gradient_norm"] is None for step in read_log("step"))
 
