@@ -6,12 +6,13 @@ from unittest import mock
 
 import pytest
 import torch
-from probes import disk_step_of, manager_of, shards_of
+from probes import complete_updates, disk_step_of, manager_of, optimizer_step_of, shards_of
 from seeded import engine_of
 from torch import nn
 from toys import inputs, layers, mean_square, train
 
 import patrickstar as ps
+from patrickstar._layout.schema import PARAM32
 from patrickstar._schedule.eviction_prefetch import DemandFetch
 from patrickstar._schedule.placement import Tier
 from patrickstar._tiers.swap_file import SwapFile
@@ -159,3 +160,39 @@ def test_an_early_update_enters_the_pipeline_in_backward(engine):
         managed.state.updated_in_backward for managed in shards_of(engine).managed_params
     )
     engine.optimizer.step()
+
+
+class Skipping(nn.Module):
+    """Layers of which a call may leave some out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = layers(WIDTH, 12, nn.Tanh)
+
+    def forward(self, values: torch.Tensor, skipped: tuple[int, ...] = ()) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            values = values if number in skipped else layer(values)
+        return values
+
+
+@pytest.mark.parametrize(("late", "host_memory"), [(ps.Delayed(after=3), "200KiB"), (ps.LockFree(after=3), "480KiB")])
+def test_states_leave_the_disk_after_their_last_update_there(tmp_path, late, host_memory):
+    """A step whose updates are late moves them to the host, also if it has no gradients for them."""
+    results = []
+    for ended in (False, True):
+        budgets = {"device_memory": "24KiB", "host_memory": host_memory, "disk": ps.Disk(tmp_path)}
+        config = ps.Config(device="cpu", chunk_size=8448, update=late, **budgets)
+        with engine_of(Skipping, config, page_bytes=4096, prefetch_policy=DemandFetch) as engine:
+            manager, values = manager_of(engine), inputs(1, WIDTH, rows=4)[0]
+            for skipped in ((), (), (2, 3)):
+                if skipped and ended:
+                    complete_updates(engine)
+                if skipped:  # and a new plan has found room for their states
+                    manager.host_tier.budget_bytes += 1 << 20
+                    optimizer_step_of(engine).tiers.home.update(dict.fromkeys(skipped, Tier.HOST))
+                engine.backward(mean_square(engine(*values, skipped)))
+                assert ended or disk_step_of(engine).unfinished >= set(skipped)
+                engine.optimizer.step()
+            assert all(manager[PARAM32, index].in_memory for index in skipped)
+            results.append(engine.state_dict())
+    ps.testing.assert_same_bits(*results, "parameters")

@@ -37,8 +37,7 @@ CALLS = {
     *("cancel", "cancel_running", "complete", "complete_update", "_release", "_release_all"),
     *("ensure_in_memory", "finish", "finish_all", "finish_first", "finish_pages", "_complete_delayed"),
     *("finish_one", "finish_running", "finish_update", "order", "settle", "synchronize"),
-    *("wait", "wait_event", "wait_stream", "_arrive", "_end_or_withdraw", "_end_running", "_finish", "_order"),
-    *("_wait_for",),
+    *("wait", "wait_event", "wait_stream", "_arrive", "_end_or_withdraw", "_finish", "_order", "_wait_for"),
 }
 TESTS = (
     *("unit/test_chunk.py", "unit/test_transfers.py", "unit/test_host_tier.py", "unit/test_update_queue.py"),

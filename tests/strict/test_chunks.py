@@ -1,13 +1,17 @@
 """Chunks on the strict device: what each wait of the memory layer is for."""
 
+from types import SimpleNamespace
+from unittest.mock import Mock
+
 import pytest
 import strict_device
 import torch
 
 from patrickstar._chunks.chunk_manager import ChunkManager
 from patrickstar._hardware.transfer import Deferred
-from patrickstar._layout.schema import PARAM16
+from patrickstar._layout.schema import PARAM16, PARAM32
 from patrickstar._schedule.placement import Tier
+from patrickstar._step.update import InPlace, Update
 from patrickstar._tiers.chunk import Chunk
 from patrickstar._tiers.host_arena import ALIGN_BYTES
 
@@ -82,6 +86,23 @@ def test_the_host_copy_is_not_written_while_the_device_reads_it(manager):
     chunk, read = fetched_and_dropped(manager, 0, 2.0)
     manager.ensure_in_memory(chunk)
     chunk.on_host(chunk.whole).fill_(9)
+    assert (read == 2).all().item()
+
+
+def test_an_update_in_place_does_not_write_what_the_device_still_reads(manager):
+    chunk, read = fetched_and_dropped(manager, 0, 2.0)
+    master = manager.new_chunk(PARAM32, 0, NUMEL, "float32", Tier.HOST)
+    managed = Mock(
+        location=SimpleNamespace(chunk=0, offset=0, numel=NUMEL),
+        schema=SimpleNamespace(state_lists=[SimpleNamespace(kind=PARAM32)], master_dtype="float32"),
+        state=SimpleNamespace(accumulated=False),
+        chunk=chunk,
+        shard_chunk=chunk,
+        flat=lambda chunk, in_order: chunk.flat(0, NUMEL, in_order=in_order),
+    )
+    home = InPlace(Mock(manager=manager, state_chunks=lambda index: [master]))
+    (span,) = home.whole(Update(0, {managed: Mock()}, (), home), beside=False, waits=False)
+    span.param.fill_(9)
     assert (read == 2).all().item()
 
 

@@ -15,6 +15,8 @@ from seeded import engine_of, run_step
 from torch import nn
 
 import patrickstar as ps
+from patrickstar._step.host_updates import HostUpdates
+from patrickstar._step.streamed_update import StreamedUpdates
 
 WIDTH, LAYERS = 64, 8
 FIRST, LAST = "0.0.weight", f"{LAYERS - 1}.0.weight"
@@ -298,6 +300,28 @@ def test_a_failed_update_names_its_parameters_by_their_next_use():
         streamed._run = run
         run_step(engine, (batch(),))
         assert all(value.isfinite().all() for value in engine.module.state_dict().values())
+
+
+def test_matrices_are_multiplied_while_the_device_has_room(monkeypatch):
+    """In the step there is room for one update at a time."""
+    start, run, started = HostUpdates.start, StreamedUpdates._run, []
+
+    def start_next(host, spans, *args):
+        assert all(running.done for running in started)
+        running = start(host, spans, *args)
+        if any(span.rule.needs_shape for span in spans):
+            started.append(running)
+        return running
+
+    monkeypatch.setattr(HostUpdates, "start", start_next)
+    monkeypatch.setattr(StreamedUpdates, "_run", lambda *args: (time.sleep(0.02), run(*args)))
+    strict_device.configure(seed=1)
+    budgets = dict(device_memory="200KiB", host_memory="8MiB", chunk_size="9KiB")
+    config = ps.Config(device="strict", optimizer=ps.Muon(), **budgets)
+    with engine_of(lambda: toys.layers(WIDTH, LAYERS, nn.GELU), config) as engine:
+        for _ in range(3):
+            run_step(engine, (batch(),))
+            assert started and all(running.done for running in started)
 
 
 @pytest.mark.parametrize("keep", [True, False])

@@ -9,16 +9,20 @@ from unittest import mock
 import pytest
 import speculation_cases as cases
 import strict_device
+import torch
 from laws.test_late_copies import some_are_slow
-from probes import complete_updates, optimizer_in_backward_of, optimizer_step_of
+from probes import complete_updates, manager_of, optimizer_in_backward_of, optimizer_step_of, shards_of
 from seeded import engine_of
-from speculation_cases import EVENTS, LAYERS, backward, build, clip, clip_nothing, loop
+from speculation_cases import EVENTS, LAYERS, backward, batch, build, clip, clip_nothing, loop
 
 import patrickstar as ps
 from patrickstar import testing
+from patrickstar._schedule.placement import Tier
 from patrickstar._step.disk_speculation import DiskSpeculation, SparePages
-from patrickstar._step.host_speculation import HostSpeculation
+from patrickstar._step.host_speculation import HostSpeculation, SpareBlocks
+from patrickstar._step.speculation import Speculation
 from patrickstar._step.streamed_update import THREADS
+from patrickstar._step.update import Update
 
 ON_HOST = {"chunk_size": "6KiB", "host_memory": "4MiB"}
 
@@ -132,15 +136,133 @@ def test_an_update_that_has_not_begun_copies_no_bytes():
     assert [stats.d2h_bytes for stats in copied[1:]] == 5 * [cases.PARAM16_BYTES]
 
 
-def test_an_engine_closes_with_speculative_updates_in_progress():
-    strict_device.configure(seed=7)
+def trained(seed: int) -> ps.Engine:
+    """Return an engine whose next backward starts updates."""
+    strict_device.configure(seed=seed)
     engine = engine_of(build, ps.Config(device="strict", **ON_HOST, device_memory="48KiB"))
-    for seed in range(3):
-        backward(engine, seed)
+    for number in range(3):
+        backward(engine, number)
         engine.optimizer.step()
+    return engine
+
+
+def undecided(engine: ps.Engine) -> list[Update]:
+    """Return the updates that the step will decide on."""
+    return list(optimizer_in_backward_of(engine).speculation._undecided)
+
+
+def test_an_engine_closes_with_speculative_updates_in_progress():
+    engine = trained(seed=7)
     backward(engine, 3)
-    assert optimizer_in_backward_of(engine).speculation._undecided
+    assert undecided(engine)
     module = engine.module
     expected = engine.state_dict()
     engine.close()
     testing.assert_same_bits(expected, {name: value.detach() for name, value in module.state_dict().items()}, "closed")
+
+
+@pytest.mark.parametrize("event", ["another", "error"])
+def test_results_that_the_step_can_not_use_take_no_memory(event):
+    """A backward that another one follows, or that has failed, leaves no updates."""
+    with trained(seed=8) as engine:
+        started = []
+
+        def end(gradient: torch.Tensor) -> None:
+            started.extend(undecided(engine))
+            if event == "error":
+                raise ValueError("no gradient")
+
+        inputs = batch(3).requires_grad_()
+        inputs.register_hook(end)
+        with pytest.raises(ValueError, match="no gradient") if event == "error" else nullcontext():
+            engine.backward(engine(inputs).float().square().mean())
+        if event == "another":
+            backward(engine, 4)
+        assert started and not undecided(engine) and not manager_of(engine).host_tier.spare.uses
+
+
+def end_updates(engine: ps.Engine) -> list[Update]:
+    """Let the updates that backward has started end before the step, and return them."""
+    optimizer_in_backward_of(engine).speculation.progress()
+    for update in undecided(engine):
+        update.running.wait()
+    return undecided(engine)
+
+
+def test_results_that_are_there_at_the_step_are_in_place_when_it_returns():
+    with trained(seed=9) as engine:
+        complete_updates(engine)
+        backward(engine, 3)
+        ended = end_updates(engine)
+        engine.optimizer.step()
+        assert ended and engine.stats.last.speculation_hits
+        assert not set(ended) & set(optimizer_step_of(engine).updates.queue.updates)
+
+
+def test_results_replace_what_is_on_its_way_to_the_device(monkeypatch):
+    """Its copy on the host is freed once it has arrived, as that of any parameter if all fit on the device."""
+
+    def add_host_copies(trainer: Any) -> list[Any]:
+        if isinstance(trainer, ps.Engine):
+            manager = manager_of(trainer)
+            assert all([manager.cache.ensure_host_block(chunk) for chunk in manager.param16.values()])
+        return []
+
+    def fetch(trainer: Any) -> list[Any]:
+        if isinstance(trainer, ps.Engine):
+            manager = manager_of(trainer)
+            for update in end_updates(trainer):
+                manager.cache.withdraw_hold(update.param16)
+                manager.move_to_tier(update.param16, Tier.HOST)
+                manager.transfers.start_fetch(update.param16, urgent=False)
+            assert manager.transfers.in_flight
+            manager.transfers.keep_duplicates = False
+        return []
+
+    commit, moving = SpareBlocks.commit, []
+
+    def note_and_commit(home: SpareBlocks, update: Update) -> None:
+        moving.append(update.param16 in home.data.manager.transfers.in_flight)
+        commit(home, update)
+
+    monkeypatch.setattr(SpareBlocks, "commit", note_and_commit)
+    events = [[], [], [add_host_copies], [fetch], [add_host_copies], [fetch]]
+    compare(loop(events, [1] * 6), seed=11, **ON_HOST, device_memory=3)
+    assert any(moving)
+
+
+def test_a_chunk_on_its_way_to_the_host_is_updated_early(monkeypatch):
+    progress = Speculation.progress
+
+    def evict_and_progress(speculation: Speculation) -> None:
+        manager = speculation.data.manager
+        for index in () if speculation.assumption is None else speculation.assumption.candidates:
+            chunk = speculation.data.by_chunk[index][0].shard_chunk
+            manager.cache.withdraw_hold(chunk)
+            if not chunk.pins and chunk.device.valid and chunk not in manager.transfers.in_flight:
+                assert manager.cache.ensure_host_block(chunk)
+                manager.transfers.start_eviction(chunk, Tier.HOST)
+        progress(speculation)
+
+    def end(trainer: Any) -> list[Any]:
+        if isinstance(trainer, ps.Engine):
+            end_updates(trainer)
+        return []
+
+    monkeypatch.setattr(Speculation, "progress", evict_and_progress)
+    assert compare(loop([[end]] * 6, [1] * 6), seed=12, **ON_HOST).speculation_hits >= LAYERS
+
+
+def test_a_step_waits_until_an_update_that_has_begun_has_memory():
+    with trained(seed=13) as engine:
+        host_tier, updates = manager_of(engine).host_tier, optimizer_step_of(engine).updates
+        complete_updates(engine)
+        home = SpareBlocks(shards_of(engine), 0, updates, [])
+        begun = Update(0, {}, (), home, running=mock.Mock(withdraw=lambda: False))
+        host_tier.spare_use_bytes = host_tier.spare_bytes + sum(home.use.sizes)
+        assert host_tier.allocate_spare(home.use.sizes)
+        timer = threading.Timer(0.1, home._bind)
+        timer.start()
+        assert home.keep(begun)
+        timer.join()
+        assert host_tier.release_spare(home.use)

@@ -88,20 +88,19 @@ class LockFreeUpdates:
 
     def begin_step(self, step: int) -> None:
         """Begin a step: end the updates that run, and those that may not wait any longer. Raises TrainingError."""
-        self._end_running()
         for update in self._queued():
             interruption_point()
             if update.running is not None:
                 self._end_or_withdraw(update, step)
-        if self._in_progress:
-            return  # it goes on after an interruption
-        if self._replay is not None:
+        begins = not self._in_progress  # else it goes on after an interruption
+        if begins and self._replay is not None:
             self._replay.check(step, self._run_options, self.buffer.describe())
             self._repeat([record for record in self._replay.at(step) if record.last < step])
-        else:
+        elif begins:
             self._update_overdue([page for page in self.buffer.pending() if self._is_overdue(page, step)])
-            self._end_running()  # pages that were updated beside the last overdue one
-        self._open(step)
+        self._updates.queue.finish(on_disk=True)  # also pages that were updated beside the last overdue one
+        if begins:
+            self._open(step)
 
     def _open(self, step: int) -> None:
         self._group_options.clear()
@@ -111,10 +110,6 @@ class LockFreeUpdates:
         """Return the updates, of one chunk or of all, that are queued or run."""
         queued = [update for update in self._updates.queue.updates if update.home is self.buffer]
         return [update for update in queued if index is None or update.index == index]
-
-    def _end_running(self) -> None:
-        """End the updates of pages from disk that have begun."""
-        self._updates.queue.finish(on_disk=True)
 
     def _is_overdue(self, page: BufferedPage, step: int) -> bool:
         """Return whether the forward after a step may not lack the gradients of a page."""
@@ -275,11 +270,9 @@ class LockFreeUpdates:
     # The end of staleness
 
     def complete(self) -> None:
-        """Make all updates for which there are gradients."""
+        """Make all updates for which there are gradients. Those in memory that ran have ended."""
         if self._updates.disk is not None:
             self._updates.disk.finish_all()
-        for update in self._queued():
-            self._updates.finish(update)
         self._update_all(by_chunk(self.buffer.pending()))
 
     def publish_all(self) -> None:
