@@ -38,11 +38,11 @@ CALLS = {
     *("ensure_in_memory", "finish", "finish_all", "finish_first", "finish_pages", "_complete_delayed"),
     *("finish_one", "finish_running", "finish_update", "order", "settle", "synchronize"),
     *("wait", "wait_event", "wait_stream", "_arrive", "_end_or_withdraw", "_end_running", "_finish", "_order"),
-    *("_wait_for",),
+    *("_wait_for", "_wait_until_ready"),
 }
 TESTS = (
     *("unit/test_chunk.py", "unit/test_transfers.py", "unit/test_host_tier.py", "unit/test_update_queue.py"),
-    "laws/test_disk_optimizer_step.py",
+    *("unit/test_streamed_update.py", "laws/test_disk_optimizer_step.py"),
 )
 STRICT = (
     *("test_streamed_updates.py", "test_chunks.py", "test_disk_updates.py", "test_saves.py"),

@@ -15,17 +15,17 @@ from torch import nn
 
 import patrickstar as ps
 from patrickstar._schedule.placement import Tier
-from patrickstar._step.streamed_update import THREADS
+from patrickstar._step.streamed_update import THREADS, StreamedUpdate
 from patrickstar._tiers.chunk import Chunk
 
 WIDTH = 64
 
 
 @contextmanager
-def new_engine(directory: Path) -> Iterator[ps.Engine]:
+def new_engine(directory: Path, **options) -> Iterator[ps.Engine]:
     """Return an engine whose optimizer states are on disk."""
     strict_device.configure(seed=1)
-    options = dict(device_memory="120KiB", host_memory="280KiB", disk=ps.Disk(directory))
+    options = dict(device_memory="120KiB", host_memory="280KiB", disk=ps.Disk(directory)) | options
     config = ps.Config(device="strict", chunk_size="18KiB", **options)
     with engine_of(lambda: toys.layers(WIDTH, 8, nn.GELU), config, page_bytes=4096) as engine:
         yield engine
@@ -168,6 +168,39 @@ def test_no_update_runs_after_one_has_failed(tmp_path):
             pipeline._abort(ValueError("an update failed"))
             assert updating and all(pages.update.done for pages in updating)
             assert not pipeline.unfinished and not pipeline.staging_pool.live
+
+
+def test_buffers_of_an_update_that_is_given_up_are_free_once_nothing_uses_them(tmp_path):
+    with new_engine(tmp_path) as engine:
+        pipeline = disk_step_of(engine)
+        with updates_in_progress(engine):
+            updating = [pages for pages in pipeline.staging_pool.live if pages.update is not None]
+            for update in {pages.owner for pages in updating}:
+                pipeline.release(update)
+            ended = [pages.update.done for pages in updating]
+            assert ended and all(ended)
+            assert not updated(engine)
+
+
+def test_products_of_an_update_end_while_the_device_has_room_for_them(tmp_path, monkeypatch):
+    """The room is free until other chunks are fetched."""
+    waited, wait = threading.Event(), StreamedUpdate.wait
+
+    def note_and_wait(update: StreamedUpdate) -> None:
+        waited.set()
+        wait(update)
+
+    monkeypatch.setattr(StreamedUpdate, "wait", note_and_wait)
+    with new_engine(tmp_path, device_memory="240KiB", host_memory="420KiB", optimizer=ps.Muon()) as engine:
+        pipeline = disk_step_of(engine)
+        backward(engine)
+        pool = optimizer_step_of(engine).updates.host.streamed._pool
+        pool.submit([lambda stage: waited.wait(600)], "what the thread does until the update is waited for")
+        engine.optimizer.step()
+        while not updated(engine):
+            pipeline.progress()
+        ended = [pages.update.done for pages in pipeline.staging_pool.live if pages.update is not None]
+        assert ended and all(ended)
 
 
 def test_a_chunk_on_its_way_to_the_host_is_updated_there(tmp_path):

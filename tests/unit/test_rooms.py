@@ -25,7 +25,7 @@ MOST_LINES = {
     "_plan": 1676,
     "_report": 962,
     "_schedule": 1200,
-    "_step": 4794,
+    "_step": 4791,
     "_tiers": 2044,
     "integrations": 3999,
     "optim": 896,
