@@ -22,12 +22,12 @@ WIDTH = 64
 
 
 @contextmanager
-def new_engine(directory: Path, **options) -> Iterator[ps.Engine]:
+def new_engine(directory: Path, depth: int = 8, bias: bool = True, **options) -> Iterator[ps.Engine]:
     """Return an engine whose optimizer states are on disk."""
     strict_device.configure(seed=1)
     options = dict(device_memory="120KiB", host_memory="280KiB", disk=ps.Disk(directory)) | options
     config = ps.Config(device="strict", chunk_size="18KiB", **options)
-    with engine_of(lambda: toys.layers(WIDTH, 8, nn.GELU), config, page_bytes=4096) as engine:
+    with engine_of(lambda: toys.layers(WIDTH, depth, nn.GELU, bias=bias), config, page_bytes=4096) as engine:
         yield engine
 
 
@@ -183,24 +183,23 @@ def test_buffers_of_an_update_that_is_given_up_are_free_once_nothing_uses_them(t
 
 
 def test_products_of_an_update_end_while_the_device_has_room_for_them(tmp_path, monkeypatch):
-    """The room is free until other chunks are fetched."""
-    waited, wait = threading.Event(), StreamedUpdate.wait
+    """The room is free until other chunks are fetched: the training thread goes on after the update."""
+    waited, wait, ended = threading.Event(), StreamedUpdate.wait, []
 
     def note_and_wait(update: StreamedUpdate) -> None:
         waited.set()
         wait(update)
 
     monkeypatch.setattr(StreamedUpdate, "wait", note_and_wait)
-    with new_engine(tmp_path, device_memory="240KiB", host_memory="420KiB", optimizer=ps.Muon()) as engine:
+    with new_engine(tmp_path, depth=16, bias=False, host_memory="420KiB", optimizer=ps.Muon()) as engine:
         pipeline = disk_step_of(engine)
         backward(engine)
-        pool = optimizer_step_of(engine).updates.host.streamed._pool
-        pool.submit([lambda stage: waited.wait(600)], "what the thread does until the update is waited for")
         engine.optimizer.step()
-        while not updated(engine):
-            pipeline.progress()
-        ended = [pages.update.done for pages in pipeline.staging_pool.live if pages.update is not None]
-        assert ended and all(ended)
+        monkeypatch.setattr(pipeline.staging_pool, "keep_until", lambda update: ended.append(update.done))
+        pool = optimizer_step_of(engine).updates.host.streamed._pool
+        pool.submit([lambda stage: waited.wait(600)], "what the thread does until an update is waited for")
+        pipeline.finish_all()
+    assert ended[0], "the first page has a matrix, and the thread has begun once its update was waited for"
 
 
 def test_a_chunk_on_its_way_to_the_host_is_updated_there(tmp_path):
