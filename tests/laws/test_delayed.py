@@ -12,12 +12,13 @@ from seeded import assert_same_model
 from speculation_cases import DELAYED_EVENTS, backward, build, loop, partly_frozen, step
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from toys import module, train
+from toys import mean_square, module, train, update
 
 import patrickstar as ps
 from patrickstar import testing
 from patrickstar._params.local_shards import LocalShards
 
+from . import tiers
 from .test_late_copies import some_are_slow
 from .tiers import Room, blocks, check_a_killed_run, inputs, on_disk, options, small_engine
 
@@ -287,6 +288,32 @@ def test_delayed_updates_from_disk_go_on_beside_operators(tmp_path):
         train(engine, inputs(3))
         updates = optimizer_step_of(engine).updates
         assert updates.disk.unfinished and updates.queue.updates
+
+
+skipping = module(
+    lambda m, x: m.rest(m.second(m.first(x)) if len(x) > 1 else m.first(x)),
+    first=lambda: nn.Linear(48, 48),
+    second=lambda: nn.Linear(48, 48),
+    rest=build,
+)
+
+
+def test_a_parameter_without_a_gradient_is_written_once_the_update_of_its_chunk_has_ended(tmp_path):
+    """An update on disk writes pages back that have masters of other parameters, too."""
+
+    def script(trainer, optimizer):
+        losses = []
+        for number, rows in enumerate([24, 24, 1, 24, 24]):
+            losses.append(update(trainer, mean_square(trainer(cases.batch(number)[:rows]))))
+            if rows == 1:
+                with torch.no_grad():
+                    trainer.module.second.weight.mul_(0.5)
+                if not isinstance(trainer, ps.Engine):
+                    trainer.follow_writes()
+        return losses
+
+    config = options(chunk_size="18KiB", **DELAYED)
+    tiers.compare(skipping, on_disk(skipping, config, tmp_path, (cases.batch(0),), Room()), script)
 
 
 def use_twice(m, x):

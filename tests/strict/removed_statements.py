@@ -38,14 +38,17 @@ CALLS = {
     *("ensure_in_memory", "finish", "finish_all", "finish_first", "finish_pages", "_complete_delayed"),
     *("finish_one", "finish_running", "finish_update", "order", "settle", "synchronize"),
     *("wait", "wait_event", "wait_stream", "_arrive", "_end_or_withdraw", "_finish", "_order", "_wait_for"),
+    "_wait_until_ready",
 }
 TESTS = (
     *("unit/test_chunk.py", "unit/test_transfers.py", "unit/test_host_tier.py", "unit/test_update_queue.py"),
-    "laws/test_disk_optimizer_step.py",
+    *("unit/test_streamed_update.py", "unit/test_chunk_comm.py", "laws/test_disk_optimizer_step.py"),
+    "laws/test_delayed.py::test_a_parameter_without_a_gradient_is_written_once_the_update_of_its_chunk_has_ended",
 )
 STRICT = (
     *("test_streamed_updates.py", "test_chunks.py", "test_disk_updates.py", "test_saves.py"),
     *("test_running_updates.py", "test_speculation.py", "test_delayed.py", "test_lock_free.py", "test_timeline.py"),
+    "test_host_waits.py::test_the_device_adds_to_sums_of_gradients_that_are_on_their_way_to_the_host",
 )
 RANKS = "test_exactness.py", "test_late_updates.py", "test_lock_free.py", "test_shards_on_disk.py", "test_resident.py"
 LIMIT_S = 100

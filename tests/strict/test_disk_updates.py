@@ -15,19 +15,19 @@ from torch import nn
 
 import patrickstar as ps
 from patrickstar._schedule.placement import Tier
-from patrickstar._step.streamed_update import THREADS
+from patrickstar._step.streamed_update import THREADS, StreamedUpdate
 from patrickstar._tiers.chunk import Chunk
 
 WIDTH = 64
 
 
 @contextmanager
-def new_engine(directory: Path) -> Iterator[ps.Engine]:
+def new_engine(directory: Path, depth: int = 8, bias: bool = True, **options) -> Iterator[ps.Engine]:
     """Return an engine whose optimizer states are on disk."""
     strict_device.configure(seed=1)
-    options = dict(device_memory="120KiB", host_memory="280KiB", disk=ps.Disk(directory))
+    options = dict(device_memory="120KiB", host_memory="280KiB", disk=ps.Disk(directory)) | options
     config = ps.Config(device="strict", chunk_size="18KiB", **options)
-    with engine_of(lambda: toys.layers(WIDTH, 8, nn.GELU), config, page_bytes=4096) as engine:
+    with engine_of(lambda: toys.layers(WIDTH, depth, nn.GELU, bias=bias), config, page_bytes=4096) as engine:
         yield engine
 
 
@@ -168,6 +168,38 @@ def test_no_update_runs_after_one_has_failed(tmp_path):
             pipeline._abort(ValueError("an update failed"))
             assert updating and all(pages.update.done for pages in updating)
             assert not pipeline.unfinished and not pipeline.staging_pool.live
+
+
+def test_buffers_of_an_update_that_is_given_up_are_free_once_nothing_uses_them(tmp_path):
+    with new_engine(tmp_path) as engine:
+        pipeline = disk_step_of(engine)
+        with updates_in_progress(engine):
+            updating = [pages for pages in pipeline.staging_pool.live if pages.update is not None]
+            for update in {pages.owner for pages in updating}:
+                pipeline.release(update)
+            ended = [pages.update.done for pages in updating]
+            assert ended and all(ended)
+            assert not updated(engine)
+
+
+def test_products_of_an_update_end_while_the_device_has_room_for_them(tmp_path, monkeypatch):
+    """The room is free until other chunks are fetched: the training thread goes on after the update."""
+    waited, wait, ended = threading.Event(), StreamedUpdate.wait, []
+
+    def note_and_wait(update: StreamedUpdate) -> None:
+        waited.set()
+        wait(update)
+
+    monkeypatch.setattr(StreamedUpdate, "wait", note_and_wait)
+    with new_engine(tmp_path, depth=16, bias=False, host_memory="420KiB", optimizer=ps.Muon()) as engine:
+        pipeline = disk_step_of(engine)
+        backward(engine)
+        engine.optimizer.step()
+        monkeypatch.setattr(pipeline.staging_pool, "keep_until", lambda update: ended.append(update.done))
+        pool = optimizer_step_of(engine).updates.host.streamed._pool
+        pool.submit([lambda stage: waited.wait(600)], "what the thread does until an update is waited for")
+        pipeline.finish_all()
+    assert ended[0], "the first page has a matrix, and the thread has begun once its update was waited for"
 
 
 def test_a_chunk_on_its_way_to_the_host_is_updated_there(tmp_path):

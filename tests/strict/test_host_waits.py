@@ -5,12 +5,15 @@ from functools import partial
 import pytest
 import strict_device
 import toys
+from probes import manager_of
 from sampling import draws
 from seeded import engine_of
 from torch import nn
 
 import patrickstar as ps
+from patrickstar._layout.schema import GRAD32
 from patrickstar._schedule.eviction_prefetch import AggressivePrefetch, DemandFetch
+from patrickstar._schedule.placement import Tier
 
 WIDTH = 64
 STEPS = 7
@@ -68,3 +71,27 @@ CASES = {
 def test_a_planned_step_does_not_wait(case, seed, tmp_path):
     waits = waits_of_steps(tmp_path, seed=seed, **CASES[case])
     assert waits[PLANNED:] == [{"event": 0, "stream": 0, "copy": 0, "op": 0}] * (STEPS - PLANNED)
+
+
+def test_the_device_adds_to_sums_of_gradients_that_are_on_their_way_to_the_host():
+    results = []
+    for evict in (False, True):
+        strict_device.configure(seed=1)
+        config = ps.Config(device="strict", chunk_size="18KiB", device_memory="8MiB", host_memory="8MiB")
+        with engine_of(partial(toys.layers, WIDTH, 8, nn.GELU), config) as engine:
+            manager = manager_of(engine)
+            for number, (batch,) in enumerate(toys.inputs(3 * STEPS, width=WIDTH, rows=32)):
+                batch, earlier = batch.to("strict"), strict_device.extension.host_waits()
+                if evict and number == 3 * STEPS - 1:
+                    sums = [chunk for (kind, _), chunk in manager.chunks.items() if kind == GRAD32]
+                    assert sums
+                    for chunk in sums:
+                        assert chunk.device.valid and manager.cache.ensure_host_block(chunk)
+                        manager.transfers.start_eviction(chunk, Tier.HOST)
+                engine.backward(engine(batch).float().square().mean(), accumulate=number % 3 < 2)
+                assert strict_device.extension.host_waits() == earlier or number < 3 * PLANNED
+                if number % 3 == 2:
+                    engine.optimizer.step()
+                    engine.optimizer.zero_grad()
+            results.append(engine.state_dict())
+    ps.testing.assert_same_bits(*results, "parameters")

@@ -58,12 +58,19 @@ def started(updates: StreamedUpdates, span: Span) -> StreamedUpdate:
     return updates.submit([span], (), ())
 
 
+@pytest.mark.parametrize("not_ready", [False, True])
 @pytest.mark.parametrize("grad_on_host", [True, False])
-def test_every_piece_arrives_after_earlier_uses(updates, grad_on_host):
+def test_every_piece_arrives_after_earlier_uses(updates, grad_on_host, not_ready):
+    """`not_ready`: a thread begins the update before it is ready, since another one has begun the update that was."""
     span = new_span(grad_on_host)
     before, expected = span.param.cpu(), updated_param(span)
     read = span.param.clone()
-    started(updates, span).wait()
+    if not_ready:
+        update = StreamedUpdate(updates.accelerator, [span], (), updates.accelerator.record())
+        updates._run(update)
+        update._order()
+    else:
+        started(updates, span).wait()
     assert torch.equal(read.cpu(), before)
     assert torch.equal(span.param.cpu(), expected)
 

@@ -169,6 +169,24 @@ def test_saves_and_updates_of_a_host_copy_are_ended_before_its_block_moves(betwe
     assert ended == [2 * ALIGN_BYTES] and second.host.block.start == 0
 
 
+def test_host_copies_that_an_ending_update_exchanges_move_after_what_reads_them_then():
+    """Delayed parameters exchange their place with those that operators read, which a copy to the device follows."""
+    host, copy = tier(8 * ALIGN_BYTES), LateTransfer("a copy to the device")
+    first_gap, param, second_gap, delayed = (chunk_on(host, 2, value, value) for value in range(4))
+    host.free(first_gap)
+    host.free(second_gap)
+
+    def end() -> None:
+        param.host.update = delayed.host.update = None
+        host.exchange_blocks(param, delayed)
+        param.host.reader = copy
+
+    param.host.update = delayed.host.update = Deferred("an update", end)
+    chunk_on(host, 4)
+    assert copy.waits == 1
+    assert (values(param), values(delayed)) == ({3.0}, {1.0})
+
+
 def test_memory_of_the_device_that_a_checkpoint_writer_reads_is_freed_after_its_reads():
     manager, ended = ChunkManager(CPU, 4 * ALIGN_BYTES, 4 * ALIGN_BYTES, poison=True), []
     chunk = manager.new_chunk("param32", 0, ALIGN_BYTES // 4, "float32", Tier.DEVICE)

@@ -25,7 +25,7 @@ MOST_LINES = {
     "_plan": 1691,
     "_report": 962,
     "_schedule": 1200,
-    "_step": 4787,
+    "_step": 4784,
     "_tiers": 2044,
     "integrations": 3999,
     "optim": 896,

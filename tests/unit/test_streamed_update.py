@@ -115,9 +115,9 @@ class NotedKernels(Kernels):
 class NotedCopies(StreamedUpdates):
     """Updates that note the begin of each copy to the host."""
 
-    def _download(self, number, span, ready):
+    def _download(self, number, span):
         self.kernels.notes.append("copy")
-        return super()._download(number, span, ready)
+        return super()._download(number, span)
 
 
 def test_the_kernel_has_its_next_piece_before_it_ends_one(monkeypatch, host_tier):
@@ -142,3 +142,48 @@ def test_the_kernel_has_its_next_piece_before_it_ends_one(monkeypatch, host_tier
             left = (pieces - before.count("finish") - 1) % pieces
             assert before.count("start") - before.count("finish") == min(IN_KERNEL, left + 1), (number, kernels.notes)
     assert kernels.notes.count("finish") == 2 * pieces
+
+
+class Late:
+    """Event of a device, or copy, that ends once a thread waits for it, or has asked for it a thousand times."""
+
+    def __init__(self) -> None:
+        self.asked, self.waited = 0, False
+
+    def query(self) -> bool:
+        self.asked += 1
+        return self.waited or self.asked > 1000
+
+    done = property(query)
+
+    def wait(self) -> None:
+        self.waited = True
+
+
+def test_a_worker_thread_sleeps_until_what_it_needs_has_arrived(host_tier):
+    """One that asked again and again would take a core, and the interpreter, from operators."""
+    events, copy = [], Late()
+
+    def record() -> Late:
+        events.append(Late())
+        return events[-1]
+
+    accelerator = immediate_accelerator()
+    accelerator.record, accelerator.wait = record, Late.wait
+    streamed = StreamedUpdates(Kernels(CppBackend.find()), accelerator, host_tier, BUFFERS * 2 * PIECE_NUMEL)
+    streamed.submit([on_device(span(PIECE_NUMEL)) for _ in range(3)], (), [copy]).wait()
+    streamed.close()
+    gradients, *pieces = events
+    assert gradients.waited and copy.waited and len(pieces) == 2 * 3
+    assert max(each.asked for each in (copy, *events)) < 100
+
+
+def test_a_buffer_comes_back_after_an_error_once_its_kernel_has_ended(host_tier):
+    kernels, free = Kernels(CppBackend.find()), []
+    streamed = StreamedUpdates(kernels, immediate_accelerator(), host_tier, BUFFERS * 2 * PIECE_NUMEL)
+    running = Mock(["cancel"], cancel=lambda: free.append(len(streamed._free)))
+    kernels.start = Mock(side_effect=[[running], MemoryError("no memory for a piece")])
+    with pytest.raises(MemoryError):
+        streamed.submit([on_device(span(PIECE_NUMEL)) for _ in range(IN_KERNEL)], (), []).wait()
+    streamed.close()
+    assert free == [BUFFERS - IN_KERNEL] and len(streamed._free) == BUFFERS

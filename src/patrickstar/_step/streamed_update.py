@@ -20,10 +20,10 @@ from patrickstar._tiers.host_tier import HostTier
 
 # [Note: updates beside an accelerator]
 # Worker threads run the updates whose masters are on the host, see [Note: running updates]. They copy gradients to the
-# host piece by piece, on a stream of its own and ordered after the gradients, wait for each copy, run the kernel, and
-# copy the parameters back on another stream. So copies in both directions overlap with the kernel and with the device's
-# compute, and the training thread does not wait. `StreamedUpdate.wait` waits for the update, and orders later work of
-# the device after the last copy.
+# host piece by piece, on a stream of its own and once the device has computed them, wait for each copy, run the kernel,
+# and copy the parameters back on another stream. So copies in both directions overlap with the kernel and with the
+# device's compute, and the training thread does not wait. `StreamedUpdate.wait` waits for the update, and orders later
+# work of the device after the last copy.
 #
 # The kernel is never without a piece. It has its next one before it ends one, so that a worker thread's work between
 # two pieces, and its wait for the interpreter, pass beside it. And of the two worker threads one has the kernel, while
@@ -209,14 +209,13 @@ class StreamedUpdates:
         bound = update.spans if update.bind is None else update.bind()
         if bound is None:
             return
-        for copy in update.copies:
-            copy.wait()
+        _wait_until_ready(self.accelerator, update.ready, update.copies)
         on_host = [span for span in bound if _is_on_host(span)]
         pieces = deque(_cut(joined([span for span in bound if not _is_on_host(span)]), self._buffer_numel))
         arriving: deque[_Part] = deque()
         in_kernel: deque[tuple[_Part, UpdateGroup]] = deque()
         try:
-            with self._kernel_turn(pieces, arriving, update.ready), ExitStack() as record:
+            with self._kernel_turn(pieces, arriving), ExitStack() as record:
                 self.kernels.update(on_host, update.scales)
                 while pieces or arriving or in_kernel:
                     if arriving and arriving[0].has_arrived and self._takes(arriving[0], len(in_kernel)):
@@ -226,7 +225,7 @@ class StreamedUpdates:
                         in_kernel.append((part, UpdateGroup(self.kernels.start([part.span], update.scales))))
                         arriving.popleft()
                     elif pieces and self._free and len(arriving) + len(in_kernel) < self._ahead:
-                        self._download_next(pieces, arriving, update.ready)
+                        self._download_next(pieces, arriving)
                         if not pieces:
                             self._let_next_copy()
                     elif in_kernel:
@@ -236,7 +235,7 @@ class StreamedUpdates:
                         if len(in_kernel) > 1:  # it runs from now on
                             record.enter_context(self.kernels.observed([in_kernel[1][0].span]))
                         if part.param is not None:
-                            update.uploaded = self._upload(part.param, part, update.ready)
+                            update.uploaded = self._upload(part.param, part)
                         in_kernel.popleft()
                         self._give_back(part.number)
                     else:
@@ -251,7 +250,7 @@ class StreamedUpdates:
                 self._give_back(part.number)
 
     @contextmanager
-    def _kernel_turn(self, pieces: deque[Span], arriving: deque[_Part], ready: torch.Event) -> Iterator[None]:
+    def _kernel_turn(self, pieces: deque[Span], arriving: deque[_Part]) -> Iterator[None]:
         """Return a context in which an update has the kernel; before it, start to copy the first pieces."""
         with self._changed:
             self._turns.append(arriving)
@@ -259,7 +258,7 @@ class StreamedUpdates:
             while not self._has_kernel(arriving):
                 with self._changed:
                     self._changed.wait_for(lambda: self._has_kernel(arriving) or self._may_copy(pieces, arriving))
-                self._download_next(pieces, arriving, ready)
+                self._download_next(pieces, arriving)
             self._all_copied = not pieces
             yield
         finally:
@@ -293,20 +292,20 @@ class StreamedUpdates:
     def _buffer_numel(self, span: Span) -> int:
         return self._buffer_bytes // span.param.itemsize if span.rule.by_pages else span.numel
 
-    def _download_next(self, pieces: deque[Span], arriving: deque[_Part], ready: torch.Event) -> None:
+    def _download_next(self, pieces: deque[Span], arriving: deque[_Part]) -> None:
         """Start to copy the gradient of the next piece, if there are one and a buffer."""
         with self._changed:
             if not pieces or not self._free:
                 return
             number = self._free.popleft()
         try:
-            arriving.append(self._download(number, pieces[0], ready))
+            arriving.append(self._download(number, pieces[0]))
             pieces.popleft()
         except BaseException:
             self._give_back(number)
             raise
 
-    def _download(self, number: int, span: Span, ready: torch.Event) -> _Part:
+    def _download(self, number: int, span: Span) -> _Part:
         memory = self._host_tier.view(self._block, torch.uint8)[number * self._buffer_bytes :]
         buffer = memory[: span.numel * span.param.itemsize].view(span.param.dtype)
         used, grad = self._used[number], span.grad
@@ -319,17 +318,15 @@ class StreamedUpdates:
                 self.accelerator.wait(used)
             return _Part(replace(span, param=param), target, number, None)
         with self.accelerator.use(self._down, after_current=False):
-            self.accelerator.order(ready)
             if used is not None:
                 self.accelerator.order(used)
             buffer.copy_(grad.latest, non_blocking=True)
             arrived = self.accelerator.record()
         return _Part(replace(span, param=param, grad=replace(grad, latest=buffer)), target, number, arrived)
 
-    def _upload(self, param: torch.Tensor, part: _Part, ready: torch.Event) -> torch.Event:
+    def _upload(self, param: torch.Tensor, part: _Part) -> torch.Event:
         """Start to copy updated parameters to the device."""
         with self.accelerator.use(self._up, after_current=False):
-            self.accelerator.order(ready)
             param.copy_(part.span.param, non_blocking=True)
             uploaded = self._used[part.number] = self.accelerator.record()
         return uploaded
