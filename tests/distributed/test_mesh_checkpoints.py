@@ -30,7 +30,7 @@ def engine_of(place: Place, precision: str, seed: int, disk: str | None = None, 
     """Create an engine whose weights, chunk size and generator depend on a seed. `options`: those of the model."""
     limits: dict[str, Any] = {}
     if disk is not None:
-        limits = {"disk": disk, "device_memory": 60_000, "host_memory": 200_000 + 100_000 * place.size}
+        limits = {"disk": disk, "device_memory": 60_000, "host_memory": 200_000 + 120_000 * place.size}
         options["width"] = 512
     world, mesh, build = place.open(**options)
     config = ps.Config(
