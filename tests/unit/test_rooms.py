@@ -14,7 +14,7 @@ MOST_LINES = {
     "_chunks": 1695,
     "_cli": 2323,
     "_distributed": 2442,
-    "_dry_run": 3563,
+    "_dry_run": 3578,
     "_engine": 3918,
     "_hardware": 2505,
     "_kernels": 2726,

@@ -106,6 +106,17 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
+def number_bytes(func: Any, args: tuple[Any, ...]) -> int:
+    """Return the bytes of the tensors that PyTorch makes of numbers which an operator takes in place of tensors.
+
+    They live until the operator has returned to its caller, in a dry run as in a run.
+    """
+    numbers = 0
+    for declared, value in zip(func._schema.arguments, args, strict=False):
+        numbers += isinstance(value, int | float) and isinstance(declared.type, torch.TensorType)
+    return 8 * numbers
+
+
 DEVICE_GRAIN_BYTES = 512
 """Rounding of the CUDA caching allocator."""
 
@@ -318,16 +329,20 @@ class OpTracer(TorchDispatchMode):
         if self.host is not None:
             self.host.add(self.host.costs.view_s if cost is None else cost.launch_s)
         if cost is not None:
-            self._count_memory(cost)
+            self._count_memory(cost, 0 if self.meter.allocator is None else number_bytes(func, args))
             if self.host is not None:
                 self.host.add(self.host.costs.fresh_s * self.meter.blocks.take_fresh())
             self.advance(cost)
         return out
 
-    def _count_memory(self, cost: OpCost) -> None:
-        """Count the extra memory of one operator; equal operators share one `OpCost` object."""
+    def _count_memory(self, cost: OpCost, counted_bytes: int) -> None:
+        """Count the extra memory of one operator; equal operators share one `OpCost` object.
+
+        Args:
+            counted_bytes: Part of that memory which the allocator counts already.
+        """
         first = id(cost) not in self._seen_costs and (cost.first_bytes or cost.retained_bytes)
-        self.scratch_bytes = cost.first_bytes if first else cost.scratch_bytes
+        self.scratch_bytes = max(0, (cost.first_bytes if first else cost.scratch_bytes) - counted_bytes)
         self.meter.add_transient(self.scratch_bytes)
         if first:
             self._seen_costs.add(id(cost))
