@@ -1,6 +1,6 @@
 """Compare the loss of a language model by tiles of tokens with the loss of all logits: time, memory, gradients.
 
-python benchmarks/tiled_loss.py [--tokens 2048] [--vocabulary 128256] [--features 1024] [--rounds 3]
+python benchmarks/tiled_loss.py [--tokens 1024] [--vocabulary 128256] [--features 1024] [--rounds 3]
 
 Forward and backward of both alternate in one process on the same tensors. The bound is the time of the three products
 at the rate that one of them reaches alone. Memory is the growth of resident memory over operands and gradients, each in
@@ -83,7 +83,7 @@ def row(precision: str, sizes: Sizes, rounds: int) -> dict[str, str]:
 
 
 def main() -> None:
-    given = options(__doc__, tokens=2048, vocabulary=128_256, features=1024, rounds=3)
+    given = options(__doc__, tokens=1024, vocabulary=128_256, features=1024, rounds=3)
     sizes = given.tokens, given.vocabulary, given.features
     publish(
         "tiled_loss",
