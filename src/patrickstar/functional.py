@@ -165,7 +165,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_bias = torch.zeros(vocabulary, dtype=wide, device=hidden.device) if needs[2] else None
         losses = torch.zeros(len(labels), dtype=wide, device=hidden.device)
         # Each token's factor in the gradient: zero for those that do not count.
-        factors = counts.to(wide) if late or denominator is None else counts / torch.as_tensor(denominator, dtype=wide)
+        factors = (
+            counts.to(wide)
+            if late or denominator is None
+            else counts / torch.as_tensor(denominator, dtype=wide, device=hidden.device)
+        )
         block = max(BLOCK_BYTES // (vocabulary * wide.itemsize), 1)
         for begin in range(0, len(labels), size):
             tile = slice(begin, begin + size)

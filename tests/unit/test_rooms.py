@@ -8,7 +8,7 @@ import patrickstar
 
 SRC = Path(patrickstar.__file__).parent
 MOST_LINES = {
-    ".": 1505,
+    ".": 1509,
     "_autograd": 2900,
     "_checkpoint": 2545,
     "_chunks": 1695,
