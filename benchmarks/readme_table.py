@@ -34,9 +34,12 @@ def first(text: str) -> float:
 
 
 def machine() -> str:
-    """Return the name of the machine, the same in all result files of the table."""
+    """Return processor and cores of the machine, the same in all result files of the table.
+
+    Newer files also name its instruction sets.
+    """
     files = ["throughput", "disk_training_plain", "small_pc", "disk_training_large", "data_parallel_time", "overhead"]
-    found = {re.search(r"^Machine: (.*?);", read(f"{name}-cpu")[0], re.M) for name in [*files, "adam", "checkpoints"]}
+    found = {re.search(r"^Machine: (.*? cores)", read(f"{name}-cpu")[0], re.M) for name in [*files, "adam", "checkpoints"]}
     (name,) = {match[1] for match in found if match is not None}
     return name
 
