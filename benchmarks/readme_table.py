@@ -39,7 +39,8 @@ def machine() -> str:
     Newer files also name its instruction sets.
     """
     files = ["throughput", "disk_training_plain", "small_pc", "disk_training_large", "data_parallel_time", "overhead"]
-    found = {re.search(r"^Machine: (.*? cores)", read(f"{name}-cpu")[0], re.M) for name in [*files, "adam", "checkpoints"]}
+    texts = [read(f"{name}-cpu")[0] for name in (*files, "adam", "checkpoints")]
+    found = {re.search(r"^Machine: (.*? cores)", text, re.M) for text in texts}
     (name,) = {match[1] for match in found if match is not None}
     return name
 
