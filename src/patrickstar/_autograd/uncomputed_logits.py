@@ -191,7 +191,7 @@ def _loss(
     target: torch.Tensor,
     weight: torch.Tensor | None = None,
     ignore_index: int = -100,
-    reduction: str = "mean",
+    reduction: Any = "mean",
     label_smoothing: float = 0.0,
     **deprecated: Any,
 ) -> torch.Tensor | None:
@@ -214,7 +214,7 @@ def _loss(
         target,
         layer.bias,
         ignore_index=ignore_index,
-        reduction="mean" if reduction == "mean" else "sum",
+        reduction=reduction,
         label_smoothing=label_smoothing,
         scale=scale,
         softcap=form.softcap,
@@ -296,4 +296,4 @@ _NOTED: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((torch.Tensor.mul, torch.mul), _multiplied),
     **dict.fromkeys((torch.Tensor.div, torch.div), _divided),
 }
-"""What is noted of each operator, in place of computing logits for it."""
+"""Functions that note an operator, in place of computing logits for it."""

@@ -329,20 +329,18 @@ class OpTracer(TorchDispatchMode):
         if self.host is not None:
             self.host.add(self.host.costs.view_s if cost is None else cost.launch_s)
         if cost is not None:
-            self._count_memory(cost, 0 if self.meter.allocator is None else number_bytes(func, args))
+            self._count_memory(cost, func, args)
             if self.host is not None:
                 self.host.add(self.host.costs.fresh_s * self.meter.blocks.take_fresh())
             self.advance(cost)
         return out
 
-    def _count_memory(self, cost: OpCost, counted_bytes: int) -> None:
-        """Count the extra memory of one operator; equal operators share one `OpCost` object.
-
-        Args:
-            counted_bytes: Part of that memory which the allocator counts already.
-        """
+    def _count_memory(self, cost: OpCost, func: Any, args: tuple[Any, ...]) -> None:
+        """Count the extra memory of one operator; equal operators share one `OpCost` object."""
         first = id(cost) not in self._seen_costs and (cost.first_bytes or cost.retained_bytes)
-        self.scratch_bytes = max(0, (cost.first_bytes if first else cost.scratch_bytes) - counted_bytes)
+        self.scratch_bytes = cost.first_bytes if first else cost.scratch_bytes
+        if self.scratch_bytes and self.meter.allocator is not None:  # which counts tensors of numbers already
+            self.scratch_bytes = max(0, self.scratch_bytes - number_bytes(func, args))
         self.meter.add_transient(self.scratch_bytes)
         if first:
             self._seen_costs.add(id(cost))

@@ -60,8 +60,9 @@ class TracedModel:
 
     def workloads(self, machine: Machine) -> Callable[[int, bool], Workload]:
         """Return the workload of a step as a function of batch and checkpointing, traced on first use."""
-        tokens_of = lambda batch: batch * self.row_tokens  # noqa: E731
-        return traced_workloads(Engine, self.build, self.step, tokens_of, machine, self.tiled_loss)
+        return traced_workloads(
+            Engine, self.build, self.step, lambda batch: batch * self.row_tokens, machine, self.tiled_loss
+        )
 
     def dry_run(self, machine: Machine, best: Estimate) -> DryRunReport:
         """Dry-run a step of an estimate's batch and processes on a machine; on this machine its operators are timed.
