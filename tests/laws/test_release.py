@@ -219,3 +219,22 @@ def test_unreachable_tensors_of_before_do_not_hide_what_a_step_needs():
 
     expected = peak_bytes(1)
     assert peak_bytes(1 << 18) == expected > 0
+
+
+def test_an_earlier_model_that_is_freed_later_does_not_hide_what_a_step_needs():
+    """Tensors that were there before an engine never count, and those of its steps always do."""
+
+    def run(older_numel, freed_at):
+        older = [torch.zeros(older_numel)]
+        options = {"device_memory": "1MiB", "host_memory": "4MiB", "chunk_size": 64 * 65 * 4}
+        with ps.initialize(partial(layers, 64, 4), ps.Config(device="cpu", precision="fp32", **options))[0] as engine:
+            for number, batch in enumerate(inputs(4, 64, rows=64)):
+                if number == freed_at:
+                    older.clear()
+                train(engine, [batch])
+            return engine.stats.total.device_peak_non_model_bytes
+
+    expected = run(1, 0)
+    assert expected > 0
+    for freed_at in (0, 1, 3):
+        assert run(1 << 20, freed_at) == expected

@@ -1,5 +1,6 @@
 """The allocator of CPU tensors counts them to the byte, and caches freed memory only as far as its limit allows."""
 
+import gc
 import os
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -16,10 +17,6 @@ from patrickstar._hardware.memory_meter import AllocatorMeter, ResidentMeter, Sa
 MIB = 1 << 20
 
 
-class Owner:
-    """Owner of a limit."""
-
-
 @pytest.fixture
 def allocator():
     found = cpu_allocator()
@@ -28,10 +25,12 @@ def allocator():
 
 
 @pytest.fixture
-def owner(allocator):
-    made = Owner()
+def counter(allocator):
+    """Return a counter of the test's tensors."""
+    gc.collect()  # engines of other tests, which may have limits
+    made = allocator.counter()
     yield made
-    allocator.remove_limit(made)
+    made.set_limit(None)
 
 
 @pytest.mark.parametrize("numel", [1, 3, 1000, (128 << 10) // 4 - 1, (128 << 10) // 4, MIB, 3 * MIB + 7])
@@ -47,22 +46,45 @@ def test_tensors_are_counted_to_the_byte(allocator, numel):
     assert allocator.live_bytes == before
 
 
-def test_tensors_begin_at_aligned_addresses_and_keep_their_values(allocator, owner):
-    allocator.set_limit(owner, allocator.live_bytes + 64 * MIB)
+def test_tensors_begin_at_aligned_addresses_and_keep_their_values(allocator, counter):
+    counter.set_limit(64 * MIB)
     for numel in (1, 100, 1 << 15, 1 << 18, 1 << 15, 1 << 18):
         tensor = torch.arange(numel, dtype=torch.int64)
         assert tensor.data_ptr() % 64 == 0
         assert torch.equal(tensor[:: max(1, numel // 97)], torch.arange(0, numel, max(1, numel // 97)))
 
 
-def test_peak_and_its_reset(allocator):
-    allocator.reset_peak()
-    before = allocator.live_bytes
+def test_peak_and_its_reset(counter):
     lasting, passing = torch.empty(MIB), torch.empty(2 * MIB)
     del passing
-    assert allocator.peak_bytes - before == 12 * MIB
-    allocator.reset_peak()
-    assert allocator.peak_bytes - before == lasting.nbytes
+    assert counter.peak_bytes == 12 * MIB
+    counter.reset_peak()
+    assert counter.peak_bytes == lasting.nbytes
+
+
+def test_a_counter_counts_the_tensors_that_are_allocated_after_it(allocator):
+    older = torch.empty(MIB)
+    first = allocator.counter()
+    between = torch.empty(2 * MIB)
+    second = allocator.counter()
+    newer = torch.empty(3 * MIB)
+    del older, between
+    assert (first.live_bytes, first.peak_bytes) == (12 * MIB, 20 * MIB)
+    assert (second.live_bytes, second.peak_bytes) == (12 * MIB, 12 * MIB)
+    second.reset_peak()
+    del newer
+    assert (first.live_bytes, first.peak_bytes) == (0, 20 * MIB)
+    assert (second.live_bytes, second.peak_bytes) == (0, 12 * MIB)
+
+
+def test_memory_of_older_tensors_is_cached_within_the_limit_of_newer_ones(allocator, counter):
+    older = torch.empty(16 * MIB)
+    newer = allocator.counter()
+    newer.set_limit(8 * MIB)
+    lasting = torch.empty(MIB)
+    del older
+    assert lasting.nbytes + allocator.cached_bytes <= 8 * MIB
+    newer.set_limit(None)
 
 
 def test_storages_that_grow_and_shrink_count_and_memory_of_others_does_not(allocator):
@@ -75,8 +97,8 @@ def test_storages_that_grow_and_shrink_count_and_memory_of_others_does_not(alloc
     assert allocator.live_bytes == before and tensor.numel() == 1000
 
 
-def test_freed_blocks_are_cached_and_reused_within_the_limit(allocator, owner):
-    allocator.set_limit(owner, allocator.live_bytes + 8 * MIB)
+def test_freed_blocks_are_cached_and_reused_within_the_limit(allocator, counter):
+    counter.set_limit(8 * MIB)
     tensor = torch.empty(MIB)
     address = tensor.data_ptr()
     del tensor
@@ -87,22 +109,22 @@ def test_freed_blocks_are_cached_and_reused_within_the_limit(allocator, owner):
     large = torch.empty(MIB + MIB // 2)
     assert allocator.cached_bytes == 0, "live and cached bytes stay within the limit"
     del large
-    allocator.set_limit(owner, 0)
+    counter.set_limit(0)
     assert allocator.cached_bytes == 0
 
 
-def test_the_smallest_limit_counts_and_nothing_is_cached_without_one(allocator, owner):
-    other = Owner()
-    allocator.set_limit(owner, allocator.live_bytes + 64 * MIB)
-    allocator.set_limit(other, allocator.live_bytes + 2 * MIB)
+def test_the_smallest_limit_counts_and_nothing_is_cached_without_one(allocator, counter):
+    other = allocator.counter()
+    counter.set_limit(64 * MIB)
+    other.set_limit(2 * MIB)
     del_me = torch.empty(MIB)
     del del_me
     assert allocator.cached_bytes == 0
-    allocator.remove_limit(other)
+    other.set_limit(None)
     del_me = torch.empty(MIB)
     del del_me
     assert allocator.cached_bytes > 0
-    allocator.remove_limit(owner)
+    counter.set_limit(None)
     assert allocator.cached_bytes == 0
 
 
@@ -114,8 +136,8 @@ def test_out_of_memory_is_pytorchs_error(allocator):
     assert allocator.live_bytes == before
 
 
-def test_threads_that_allocate_at_once(allocator, owner):
-    allocator.set_limit(owner, allocator.live_bytes + 32 * MIB)
+def test_threads_that_allocate_at_once(allocator, counter):
+    counter.set_limit(32 * MIB)
     before = allocator.live_bytes
 
     def run(seed):
@@ -148,6 +170,9 @@ def test_a_meter_counts_above_its_baseline(allocator):
     assert (meter.now(0), meter.peak(0)) == (4000, 4000)
     del after, before
     assert (meter.now(0), meter.peak(0)) == (0, 4000)
+    before = torch.empty(500)
+    assert (meter.now(0), meter.peak(0)) == (2000, 4000), "older tensors are not in the baseline's place"
+    del before
 
 
 @pytest.mark.parametrize("broken", ["no compiler", "no permission"])

@@ -36,7 +36,7 @@ def test_operations_of_matrix_products_and_bytes():
 
 
 def test_values_of_integers_are_followed_until_one_is_unknown():
-    values, aten = IntegerValues(), torch.ops.aten
+    values, aten = IntegerValues(TensorMeter()), torch.ops.aten
     meta = [torch.empty(4, dtype=torch.int64, device="meta") for _ in range(3)]
     values.follow(aten.arange.default, (4,), {"device": torch.device("meta")}, meta[0])
     values.follow(aten.add.Tensor, (meta[0], 1), {}, meta[1])

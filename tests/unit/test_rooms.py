@@ -16,7 +16,7 @@ MOST_LINES = {
     "_distributed": 2442,
     "_dry_run": 3576,
     "_engine": 3918,
-    "_hardware": 2505,
+    "_hardware": 2515,
     "_kernels": 2726,
     "_layout": 919,
     "_models": 773,

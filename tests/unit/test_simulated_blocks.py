@@ -3,8 +3,6 @@
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from unittest import mock
-from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -14,28 +12,24 @@ from sampling import drawn
 
 from patrickstar._dry_run.simulated_blocks import PAGE_BYTES, SimulatedBlocks
 from patrickstar._dry_run.simulated_pages import SimulatedPagePool
-from patrickstar._hardware.cpu_allocator import CpuAllocator, cpu_allocator
+from patrickstar._hardware.cpu_allocator import CpuAllocator, TensorCounter, cpu_allocator
 from patrickstar._hardware.vm_pool import PagePool, can_move_pages
 
 KIB = 1 << 10
 
 
-class Owner:
-    """Whoever limits the allocator."""
-
-
 @contextmanager
-def only_limit(allocator: CpuAllocator, owner: Owner, nbytes: int) -> Iterator[None]:
-    """Let tensors take `nbytes` more; no engine of another test sets a limit or frees tensors meanwhile."""
+def limited(allocator: CpuAllocator, nbytes: int) -> Iterator[TensorCounter]:
+    """Let tensors take `nbytes` more, while no collection frees tensors of other tests."""
     gc.collect()
     gc.disable()
+    counter = allocator.counter()
+    counter.set_limit(nbytes)
     try:
-        with mock.patch.object(allocator, "_limits", WeakKeyDictionary()):
-            allocator.set_limit(owner, allocator.live_bytes + nbytes)
-            yield
+        yield counter
     finally:
         gc.enable()
-        allocator.remove_limit(owner)  # restores the limits of others
+        counter.set_limit(None)
 
 
 @example([(True, 128), (False, 1)], 128)  # a whole number of pages, and no byte for the header
@@ -45,13 +39,12 @@ def test_freed_memory_is_that_of_the_allocator(actions, limit_kib):
     allocator = cpu_allocator()
     if allocator is None:
         pytest.skip("tensors on the CPU can't be counted exactly")
-    owner, blocks = Owner(), SimulatedBlocks()
+    blocks = SimulatedBlocks()
     tensors: list[tuple[torch.Tensor, int]] = []
-    with only_limit(allocator, owner, limit_kib * KIB):
-        before = allocator.live_bytes
+    with limited(allocator, limit_kib * KIB) as counter:
         blocks.limit(limit_kib * KIB, 0)
         for allocates, kib in actions:
-            live = allocator.live_bytes - before
+            live = counter.live_bytes
             if allocates or not tensors:
                 size = blocks.take(kib * KIB, live)
                 tensors.append((torch.empty(kib * KIB, dtype=torch.uint8), size))

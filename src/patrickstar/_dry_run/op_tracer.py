@@ -140,22 +140,16 @@ class TensorMeter:
     def __init__(self, grain_bytes: int = 1, allocator: CpuAllocator | None = None) -> None:
         self.grain_bytes = grain_bytes
         self.allocator = allocator
-        self.hidden: TensorMeter | None = None if allocator is None else TensorMeter()
-        """Counts the real tensors of the dry run itself."""
         self.peak_bytes = 0
-        self.baseline_bytes = 0
-        self._meta_bytes = 0
-        self._real_base = 0 if allocator is None else allocator.live_bytes
         self._known: dict[int, tuple[int, int]] = {}
-        """Bytes of a storage, and of its block."""
+        """Bytes of a storage, 0 if it is older than the last calibration, and of its block."""
         self.blocks = SimulatedBlocks()
+        self.calibrate(0)
 
     @property
     def live_bytes(self) -> int:
-        """Bytes of live tensors."""
-        if self.allocator is None or self.hidden is None:
-            return self._meta_bytes
-        return self._meta_bytes + self.allocator.live_bytes - self._real_base - self.hidden.live_bytes
+        """Bytes of live tensors since the last calibration."""
+        return self._meta_bytes + (0 if self._real is None else self._real.live_bytes)
 
     def _note_peak(self, more_bytes: int = 0) -> None:
         self.peak_bytes = max(self.peak_bytes, self.live_bytes + more_bytes)
@@ -165,6 +159,11 @@ class TensorMeter:
         storage = tensor.untyped_storage()
         real = self.allocator is not None and tensor.device.type == "cpu"
         self._track(storage, 0 if real else storage.nbytes() if nbytes is None else nbytes)
+
+    def leave_out(self, tensor: torch.Tensor) -> None:
+        """Do not count a real tensor of the dry run itself, which the allocator counts."""
+        if self.allocator is not None:
+            self._track(tensor.untyped_storage(), -tensor.untyped_storage().nbytes())
 
     def track_batch(self, source: torch.Tensor, copy: torch.Tensor) -> None:
         """Count a real tensor at its first use, unless the allocator counts it, and not its copy."""
@@ -197,15 +196,18 @@ class TensorMeter:
         self.blocks.free(block, self.live_bytes)
 
     def calibrate(self, chunk_bytes: int) -> None:
-        self.baseline_bytes = self.live_bytes
+        self._meta_bytes = 0
+        self._known = {key: (0, block) for key, (_, block) in self._known.items()}
+        self._real = None if self.allocator is None else self.allocator.counter()
+        self.restart()
 
     def now(self, chunk_bytes: int) -> int:
         self._note_peak()
-        return max(0, self.live_bytes - self.baseline_bytes)
+        return self.live_bytes
 
     def peak(self, chunk_bytes: int) -> int:
         self._note_peak()
-        return max(0, self.peak_bytes - self.baseline_bytes)
+        return self.peak_bytes
 
     def restart(self) -> None:
         self.peak_bytes = self.live_bytes
@@ -218,7 +220,7 @@ class TensorMeter:
         return NO_FRAGMENTATION
 
     def limit(self, nbytes: int) -> None:
-        self.blocks.limit(self.baseline_bytes + nbytes, self.live_bytes)
+        self.blocks.limit(nbytes, self.live_bytes)
 
     def close(self) -> None:
         """Do nothing."""
@@ -237,10 +239,9 @@ _INTEGER_DTYPES = (torch.int64, torch.int32, torch.bool)
 class IntegerValues:
     """Values of integer meta tensors. See [Note: values of integers]."""
 
-    def __init__(self, meter: "TensorMeter | None" = None) -> None:
+    def __init__(self, meter: TensorMeter) -> None:
         self._known = WeakTensorKeyDictionary()
         self._meter = meter
-        """Counts the bytes of the values."""
 
     def follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Compute the result of an operator whose inputs and outputs are all integers."""
@@ -259,8 +260,7 @@ class IntegerValues:
         for leaf, value in zip(pytree.tree_leaves(out), values, strict=True):
             if isinstance(leaf, torch.Tensor) and leaf.is_meta:
                 self._known[leaf] = value
-                if self._meter is not None:
-                    self._meter.track(value)
+                self._meter.leave_out(value)
 
     def _value(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.device):
@@ -293,7 +293,7 @@ class OpTracer(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.meter, self.costs, self.advance = meter, costs, advance
         self.host, self.wait = host, wait
-        self.values = IntegerValues(meter.hidden)
+        self.values = IntegerValues(meter)
         self._seen_costs: set[int] = set()
         self.scratch_bytes = 0
         """Temporary memory of the last operator."""

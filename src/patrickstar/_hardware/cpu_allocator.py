@@ -7,9 +7,9 @@ import shutil
 import subprocess
 import tempfile
 import warnings
+import weakref
 from functools import cache
 from pathlib import Path
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -22,9 +22,42 @@ COMPILE_S = 300.0
 # allocator uses PyTorch's C++ interface, whose layout differs between versions; it is compiled at its first use for the
 # installed version (a second or two), and kept in the user's cache folder.
 #
+# An engine counts the tensors that are allocated after it was made, by a counter of its own. What was there before, as
+# the user's data or the model of an earlier engine, takes no part in its count, whenever it is freed: subtracted as a
+# number, its release would hide as many bytes of a step.
+#
 # Freed large blocks are cached, since a fresh page costs more than most operators that write it, but only as far as the
-# engines leave room: the live and the cached bytes of all tensors stay within the smallest limit that an engine sets.
-# Without engines nothing is cached.
+# engines leave room: no engine's live tensors exceed its limit together with the cached bytes. Without engines nothing
+# is cached.
+
+
+class TensorCounter:
+    """Counter of the tensors that are allocated from its creation on. See [Note: counting tensors on a CPU]."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        self._handle = ctypes.c_void_p(library.patrickstar_open_counter())
+        self._live_bytes = library.patrickstar_live_bytes
+        weakref.finalize(self, library.patrickstar_close_counter, self._handle).atexit = False
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of the live tensors."""
+        nbytes: int = self._live_bytes(self._handle)
+        return nbytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """Largest number of live bytes since `reset_peak`."""
+        nbytes: int = self._library.patrickstar_peak_bytes(self._handle)
+        return nbytes
+
+    def reset_peak(self) -> None:
+        self._library.patrickstar_reset_peak(self._handle)
+
+    def set_limit(self, nbytes: int | None) -> None:
+        """Keep live and cached bytes within `nbytes`, as far as freeing the cache can. None: no limit."""
+        self._library.patrickstar_set_limit(self._handle, -1 if nbytes is None else max(0, nbytes))
 
 
 class CpuAllocator:
@@ -34,33 +67,27 @@ class CpuAllocator:
         self._library = library
         for name in ("live_bytes", "peak_bytes", "cached_bytes", "refused_bytes"):
             getattr(library, f"patrickstar_{name}").restype = ctypes.c_int64
+        for name in ("close_counter", "live_bytes", "peak_bytes", "reset_peak"):
+            getattr(library, f"patrickstar_{name}").argtypes = [ctypes.c_void_p]
+        library.patrickstar_open_counter.restype = ctypes.c_void_p
+        library.patrickstar_set_limit.argtypes = [ctypes.c_void_p, ctypes.c_int64]
         library.patrickstar_open_file.argtypes = [ctypes.c_int, ctypes.c_int64]
-        library.patrickstar_set_limit.argtypes = [ctypes.c_int64]
-        self._limits: WeakKeyDictionary[object, int] = WeakKeyDictionary()
-        self._live_bytes = library.patrickstar_live_bytes
-        self._set_limit = library.patrickstar_set_limit
-        self._set_limit(0)
+        self._every = self.counter()
+
+    def counter(self) -> TensorCounter:
+        """Return a counter of the tensors that are allocated from now on."""
+        return TensorCounter(self._library)
 
     @property
     def live_bytes(self) -> int:
         """Bytes of all tensors that were allocated since the allocator was installed."""
-        nbytes: int = self._live_bytes()
-        return nbytes
-
-    @property
-    def peak_bytes(self) -> int:
-        """Largest number of live bytes since `reset_peak`."""
-        nbytes: int = self._library.patrickstar_peak_bytes()
-        return nbytes
+        return self._every.live_bytes
 
     @property
     def cached_bytes(self) -> int:
         """Bytes of freed blocks that are kept for reuse."""
         nbytes: int = self._library.patrickstar_cached_bytes()
         return nbytes
-
-    def reset_peak(self) -> None:
-        self._library.patrickstar_reset_peak()
 
     # Large tensors in a file
 
@@ -89,19 +116,6 @@ class CpuAllocator:
     def close_file(self) -> None:
         """Forget the file before its descriptor is closed; tensors in it stay usable."""
         self._library.patrickstar_close_file()
-
-    # Cached memory
-
-    def set_limit(self, owner: object, nbytes: int) -> None:
-        """Keep live and cached bytes within `nbytes`, as far as freeing the cache can, while `owner` is alive."""
-        if self._limits.get(owner) != nbytes:
-            self._limits[owner] = nbytes
-            self._set_limit(max(0, min(self._limits.values())))
-
-    def remove_limit(self, owner: object) -> None:
-        """Withdraw an owner's limit; without limits nothing is cached."""
-        self._limits.pop(owner, None)
-        self._set_limit(max(0, min(self._limits.values(), default=0)))
 
 
 @cache

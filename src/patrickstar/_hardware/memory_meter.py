@@ -1,7 +1,6 @@
 """Meters of non-model data: measured usage minus chunk bytes (PatrickStar §8.1)."""
 
 import ctypes
-import gc
 import os
 import warnings
 from pathlib import Path
@@ -28,7 +27,7 @@ class Meter(Protocol):
     """True if freed memory that is cached for reuse counts as used until `reclaim`."""
 
     def calibrate(self, chunk_bytes: int) -> None:
-        """Set the memory baseline: current usage beyond chunks, which belongs to the libraries."""
+        """Leave out what is used beyond chunks by now, which belongs to libraries and to the user, from now on."""
 
     def now(self, chunk_bytes: int) -> int:
         """Return the current non-model bytes."""
@@ -115,22 +114,19 @@ class AllocatorMeter:
 
     def __init__(self, allocator: CpuAllocator) -> None:
         self._allocator = allocator
-        self.baseline_bytes = 0
+        self._tensors = allocator.counter()
 
     def calibrate(self, chunk_bytes: int) -> None:
-        # Tensors in unreachable reference cycles belong to nobody: once Python frees them, as many bytes of the step
-        # would not be counted.
-        gc.collect()
-        self.baseline_bytes = self._allocator.live_bytes
+        self._tensors = self._allocator.counter()
 
     def now(self, chunk_bytes: int) -> int:
-        return max(0, self._allocator.live_bytes - self.baseline_bytes)
+        return self._tensors.live_bytes
 
     def peak(self, chunk_bytes: int) -> int:
-        return max(0, self._allocator.peak_bytes - self.baseline_bytes)
+        return self._tensors.peak_bytes
 
     def restart(self) -> None:
-        self._allocator.reset_peak()
+        self._tensors.reset_peak()
 
     def reclaim(self) -> None:
         """Do nothing: freed memory is not counted."""
@@ -139,10 +135,10 @@ class AllocatorMeter:
         return NO_FRAGMENTATION
 
     def limit(self, nbytes: int) -> None:
-        self._allocator.set_limit(self, self.baseline_bytes + nbytes)
+        self._tensors.set_limit(nbytes)
 
     def close(self) -> None:
-        self._allocator.remove_limit(self)
+        self._tensors.set_limit(None)
         _trim_heap()
 
 

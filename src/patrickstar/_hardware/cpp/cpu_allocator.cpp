@@ -3,7 +3,10 @@
 //
 // Every block begins with a header that holds its size, so a free needs no lookup. Small blocks come from PyTorch's own
 // allocator. Large blocks are mapped one by one, and freed ones are cached for reuse, because the system zeroes every
-// page that it maps. The cache is trimmed before live and cached bytes would exceed the limit together.
+// page that it maps.
+//
+// A counter counts the tensors that were allocated after it was opened, and only those: of which age a block is stands
+// in its header. The cache is trimmed before live and cached bytes would exceed the limit of a counter together.
 //
 // While a model is built that is larger than memory, large blocks are mappings of a file instead. Their pages can be
 // dropped from memory at any time, since the next access reads them back.
@@ -19,6 +22,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <cstring>
@@ -26,6 +30,7 @@
 #include <map>
 #include <mutex>
 #include <string>
+#include <vector>
 
 namespace {
 
@@ -37,24 +42,69 @@ constexpr size_t kWaste = 8;                // a cached block may be larger than
 struct Header {
   size_t nbytes;  // of the tensor
   size_t mapped;  // of the mapping, 0 if the block is not mapped
+  int64_t age;    // counters that had been opened before the tensor was allocated
   bool in_file;
 };
 static_assert(sizeof(Header) <= kHeaderBytes);
 
-std::atomic<int64_t> live_bytes{0};
-std::atomic<int64_t> peak_bytes{0};
+// Bytes of the tensors from one age on.
+struct Counter {
+  int64_t age;
+  int64_t live = 0;
+  int64_t peak = 0;
+  int64_t limit = -1;  // of live and cached bytes; negative without one
+};
 
-void count(int64_t nbytes) {
-  const int64_t now = live_bytes.fetch_add(nbytes, std::memory_order_relaxed) + nbytes;
-  int64_t peak = peak_bytes.load(std::memory_order_relaxed);
-  while (now > peak && !peak_bytes.compare_exchange_weak(peak, now, std::memory_order_relaxed)) {
-  }
-}
-
-// Freed mapped blocks by size. The lock is held across fork(), so that a child finds it free.
+// Counters of tensors, and freed mapped blocks by size. The lock is held across fork(), so that a child finds it free.
 class BlockCache {
  public:
   std::mutex mutex;
+
+  Counter* open() {
+    const std::lock_guard<std::mutex> guard(mutex);
+    counters_.push_back(new Counter{++age_});
+    return counters_.back();
+  }
+
+  void close(Counter* counter) {
+    const std::lock_guard<std::mutex> guard(mutex);
+    std::erase(counters_, counter);
+    delete counter;
+    trim(room());
+  }
+
+  // Count a new tensor; return its age.
+  int64_t add(size_t nbytes) {
+    const std::lock_guard<std::mutex> guard(mutex);
+    for (Counter* counter : counters_) {
+      counter->live += static_cast<int64_t>(nbytes);
+      counter->peak = std::max(counter->peak, counter->live);
+    }
+    return age_;
+  }
+
+  void remove(size_t nbytes, int64_t age) {
+    const std::lock_guard<std::mutex> guard(mutex);
+    for (Counter* counter : counters_) {
+      if (counter->age <= age) counter->live -= static_cast<int64_t>(nbytes);
+    }
+  }
+
+  int64_t read(const int64_t& bytes) {
+    const std::lock_guard<std::mutex> guard(mutex);
+    return bytes;
+  }
+
+  void reset_peak(Counter* counter) {
+    const std::lock_guard<std::mutex> guard(mutex);
+    counter->peak = counter->live;
+  }
+
+  void set_limit(Counter* counter, int64_t limit) {
+    const std::lock_guard<std::mutex> guard(mutex);
+    counter->limit = limit;
+    trim(room());
+  }
 
   void* take(size_t& size) {
     const std::lock_guard<std::mutex> guard(mutex);
@@ -66,7 +116,7 @@ class BlockCache {
       cached_ -= size;
       return address;
     }
-    trim(limit_ - live_bytes.load(std::memory_order_relaxed) - static_cast<int64_t>(size));
+    trim(room() - static_cast<int64_t>(size));
     return nullptr;
   }
 
@@ -74,13 +124,7 @@ class BlockCache {
     const std::lock_guard<std::mutex> guard(mutex);
     blocks_.emplace(size, address);
     cached_ += size;
-    trim(limit_ - live_bytes.load(std::memory_order_relaxed));
-  }
-
-  void set_limit(int64_t limit) {
-    const std::lock_guard<std::mutex> guard(mutex);
-    limit_ = limit;
-    trim(limit_ - live_bytes.load(std::memory_order_relaxed));
+    trim(room());
   }
 
   int64_t cached() {
@@ -89,6 +133,15 @@ class BlockCache {
   }
 
  private:
+  // Bytes that may be cached: what every limit leaves beside live tensors, and nothing without one.
+  int64_t room() const {
+    int64_t least = std::numeric_limits<int64_t>::max();
+    for (const Counter* counter : counters_) {
+      if (counter->limit >= 0) least = std::min(least, counter->limit - counter->live);
+    }
+    return least == std::numeric_limits<int64_t>::max() ? 0 : least;
+  }
+
   // Unmap the largest blocks until at most `limit` bytes are cached.
   void trim(int64_t limit) {
     while (!blocks_.empty() && static_cast<int64_t>(cached_) > limit) {
@@ -101,7 +154,8 @@ class BlockCache {
 
   std::multimap<size_t, void*> blocks_;
   size_t cached_ = 0;
-  int64_t limit_ = std::numeric_limits<int64_t>::max() / 2;
+  std::vector<Counter*> counters_;
+  int64_t age_ = 0;
 };
 
 BlockCache& cache() {
@@ -260,9 +314,8 @@ void* allocate_block(size_t nbytes) {
         " bytes.");
     block = c10::alloc_cpu(nbytes + kHeaderBytes);  // raises PyTorch's error if memory is exhausted
   }
-  *static_cast<Header*>(block) = Header{nbytes, mapped, in_file};
+  *static_cast<Header*>(block) = Header{nbytes, mapped, cache().add(nbytes), in_file};
   void* data = static_cast<char*>(block) + kHeaderBytes;
-  count(static_cast<int64_t>(nbytes));
   c10::profiledCPUMemoryReporter().New(data, nbytes);
   return data;
 }
@@ -272,7 +325,7 @@ void free_block(void* data) {
   c10::profiledCPUMemoryReporter().Delete(data);
   void* block = static_cast<char*>(data) - kHeaderBytes;
   const Header header = *static_cast<Header*>(block);
-  count(-static_cast<int64_t>(header.nbytes));
+  cache().remove(header.nbytes, header.age);
   if (header.in_file) {
     file_blocks().give(block, header.mapped);
   } else if (header.mapped != 0) {
@@ -346,16 +399,30 @@ int patrickstar_install() {
   return c10::GetCPUAllocator() == installed ? 1 : 0;
 }
 
-int64_t patrickstar_live_bytes() {
-  return live_bytes.load(std::memory_order_relaxed);
+// Count the tensors that are allocated from now on, until the counter is closed.
+Counter* patrickstar_open_counter() {
+  return cache().open();
 }
 
-int64_t patrickstar_peak_bytes() {
-  return peak_bytes.load(std::memory_order_relaxed);
+void patrickstar_close_counter(Counter* counter) {
+  cache().close(counter);
 }
 
-void patrickstar_reset_peak() {
-  peak_bytes.store(live_bytes.load(std::memory_order_relaxed), std::memory_order_relaxed);
+int64_t patrickstar_live_bytes(Counter* counter) {
+  return cache().read(counter->live);
+}
+
+int64_t patrickstar_peak_bytes(Counter* counter) {
+  return cache().read(counter->peak);
+}
+
+void patrickstar_reset_peak(Counter* counter) {
+  cache().reset_peak(counter);
+}
+
+// Keep live and cached bytes within a limit, as far as freeing the cache can; a negative one is none.
+void patrickstar_set_limit(Counter* counter, int64_t limit) {
+  cache().set_limit(counter, limit);
 }
 
 int64_t patrickstar_cached_bytes() {
@@ -381,10 +448,6 @@ void patrickstar_drop_file_pages() {
 
 void patrickstar_close_file() {
   file_blocks().close();
-}
-
-void patrickstar_set_limit(int64_t nbytes) {
-  cache().set_limit(nbytes);
 }
 
 }  // extern "C"
