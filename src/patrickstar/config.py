@@ -3,10 +3,10 @@
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
-from pydantic import NonNegativeInt, PositiveInt, ValidationInfo, field_validator, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, ValidationInfo, field_validator, model_validator
 
 from patrickstar._hardware.compute_device import find_device
 from patrickstar._layout.byte_size import parse_size_field
@@ -119,6 +119,9 @@ class Config(Options):
     """When updates take effect. Default None: before the next forward reads a parameter, so that results are those of
     plain PyTorch. `Delayed()`: one step later, so that nothing waits for them. `LockFree()`: as soon as the disk has
     delivered their states."""
+    activation_checkpointing: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Share of the layers of a model of transformers, the first ones, that are computed again in backward in place of
+    storing their activations: 0.5, or True for all. Default None: as the model is set."""
     activation_offload: bool = False
     """Keep saved activations on the host between forward and backward. Default False."""
     tiled_loss: bool = False
@@ -142,6 +145,7 @@ class Config(Options):
             keep_fp32: Sequence[str] = ...,
             optimizer: Optimizer | Mapping[str, Any] | Callable[..., torch.optim.Optimizer] = ...,
             update: Delayed | LockFree | Mapping[str, Any] | None = ...,
+            activation_checkpointing: float | None = ...,
             activation_offload: bool = ...,
             tiled_loss: bool = ...,
             reduce_dtype: Literal["16-bit", "fp32"] = ...,

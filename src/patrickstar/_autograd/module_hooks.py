@@ -234,7 +234,7 @@ class ModuleHooks:
                     f"call optimizer.zero_grad() after update_and_allocate"
                 ) from error
 
-        self.replace_method(module, "update_and_allocate", WrappedMethod(module, "update_and_allocate", call))
+        self.replace_attribute(module, "update_and_allocate", WrappedMethod(module, "update_and_allocate", call))
 
     def _wrap_call(self, module: nn.Module, call: Callable[..., Any]) -> None:
         """Wrap the call with its hooks, in which a module may exchange tokens: `module.compile()` compiles them too."""
@@ -255,7 +255,7 @@ class ModuleHooks:
                 return forward(*args, **kwargs)
             return self._in_window(layer, forward, args, kwargs)
 
-        self.replace_method(layer, "forward", WrappedMethod(layer, "forward", call))
+        self.replace_attribute(layer, "forward", WrappedMethod(layer, "forward", call))
 
     def _wrap_apply(self, module: nn.Module) -> None:
         """Let moves of a module, as by `to`, pass over parameters that they do not change.
@@ -280,7 +280,7 @@ class ModuleHooks:
                 params.update(moved)
                 module._parameters = params
 
-        self.replace_method(module, "_apply", WrappedMethod(module, "_apply", apply_to_moved))
+        self.replace_attribute(module, "_apply", WrappedMethod(module, "_apply", apply_to_moved))
 
     def _in_window(self, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a function in a window of all parameters of a module."""
@@ -295,11 +295,11 @@ class ModuleHooks:
             close_module_window(self.interceptor, use, out)
             return out
 
-    def replace_method(self, module: nn.Module, name: str, method: Callable[..., Any]) -> None:
-        """Use `method` in place of a module's own method of this name."""
+    def replace_attribute(self, module: nn.Module, name: str, value: Any) -> None:
+        """Use `value` in place of a module's own method or attribute of this name."""
         attributes = vars(module)
         if name in attributes:  # the user has replaced it already
             self._undo.append(partial(attributes.__setitem__, name, attributes[name]))
         else:
             self._undo.append(partial(attributes.pop, name, None))
-        attributes[name] = method
+        attributes[name] = value

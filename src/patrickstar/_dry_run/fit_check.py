@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from patrickstar._autograd.recomputed_layers import can_recompute
 from patrickstar._dry_run.op_benchmark import OpBenchmark
 from patrickstar._dry_run.op_tracer import TensorMeter
 from patrickstar._dry_run.report import DryRunReport
@@ -45,12 +47,11 @@ AMPLE_BYTES = 1 << 60
 
 @dataclass(frozen=True)
 class Trial:
-    """A training step that a dry run tries: a configuration, the inputs of the model, and what is changed in it."""
+    """A training step that a dry run tries: a configuration, and the inputs of the model."""
 
     config: Config
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    checkpointing: bool = False
 
     @classmethod
     def of(cls, config: Config, sample: Any) -> "Trial":
@@ -105,13 +106,6 @@ class FitCheck:
 
     def run(self, trial: Trial) -> DryRunReport:
         """Dry-run a step with the budgets that this machine gives it. Raises BudgetError if it does not fit."""
-
-        def build() -> nn.Module:
-            model = on_meta(self._model)
-            if trial.checkpointing:
-                enable_checkpointing(model)
-            return model
-
         step = forward_backward_step(self._loss, trial.args, trial.kwargs)
         config = self._with_budgets(trial.config)
         library_bytes = self._hardware.outside_plan_bytes(
@@ -120,7 +114,7 @@ class FitCheck:
         with kept_global_state(self._hardware.device), torch.enable_grad():
             return simulate(
                 self._make_engine,
-                build,
+                partial(on_meta, self._model),
                 config,
                 step,
                 self._machine,
@@ -199,9 +193,9 @@ class FitCheck:
         if trial.config.disk is None and self._fits(_with(trial, "disk", Disk("."))):
             yield "disk=ps.Disk(directory)"
         with kept_global_state(self._hardware.device):
-            method = enable_checkpointing(on_meta(self._model))
-        if method is not None and self._fits(replace(trial, checkpointing=True)):
-            yield f"activation checkpointing (model.{method}())"
+            possible = can_recompute(on_meta(self._model))
+        if possible and self._fits(_with(trial, "activation_checkpointing", 1.0)):
+            yield "activation_checkpointing=True"
         if not trial.config.tiled_loss and self._fits(_with(trial, "tiled_loss", True)):
             yield "tiled_loss=True"
         if not trial.config.activation_offload and self._fits(_with(trial, "activation_offload", True)):
@@ -264,24 +258,6 @@ def _budgets_to_try(refused_bytes: int, used_bytes: int, most_bytes: int) -> Ite
 
 def _with(trial: Trial, option: str, value: Any) -> Trial:
     return replace(trial, config=trial.config.model_copy(update={option: value}))
-
-
-def enable_checkpointing(model: nn.Module) -> str | None:
-    """Enable activation checkpointing of a model of transformers.
-
-    Returns:
-        The name of the method; None if the model does not support checkpointing, or has enabled it already.
-    """
-    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
-    name = next((name for name in names if hasattr(model, name)), None)
-    if name is None or any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
-        return None
-    enable: Any = getattr(model, name)
-    try:
-        enable({"use_reentrant": False})
-    except (TypeError, ValueError):  # this architecture does not support it, or has a method of another kind
-        return None
-    return name
 
 
 def default_loss(out: Any) -> torch.Tensor:

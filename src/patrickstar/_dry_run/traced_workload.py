@@ -10,7 +10,7 @@ from torch import nn
 from patrickstar._dry_run.op_tracer import OpCost, matrix_size, operations, touched_bytes
 from patrickstar._dry_run.packed_products import unpacked_bytes
 from patrickstar._dry_run.simulated_kernels import limited_by_traffic, roofline
-from patrickstar._dry_run.simulation import QUANT_STATE, EngineFactory, Step, constants_bytes, on_meta, simulate
+from patrickstar._dry_run.simulation import QUANT_STATE, EngineFactory, Step, constants_bytes, simulate
 from patrickstar._layout.chunk_mapping import Layout
 from patrickstar._perf_model.machine_spec import Machine
 from patrickstar._perf_model.workload import Workload
@@ -76,7 +76,7 @@ def _numel(param: nn.Parameter) -> int:
 
 def traced_workloads(
     make_engine: EngineFactory,
-    build: Callable[[bool], nn.Module | Callable[[], nn.Module]],
+    build: Callable[[], nn.Module],
     step_of: Callable[[int], Step],
     tokens_of: Callable[[int], int],
     machine: Machine,
@@ -85,7 +85,7 @@ def traced_workloads(
     """Return a function from (batch, checkpointing) to the workload of one dry-run step.
 
     Args:
-        build: Returns the model, with or without activation checkpointing.
+        build: Builds the model on meta.
         step_of: Returns a step over a batch of the given number of sequences.
         tokens_of: Returns the number of tokens in such a batch.
         machine: Decides by its type which attention kernels are used.
@@ -106,7 +106,7 @@ def traced_workloads(
             counter.other_bytes = 0  # what the engine's construction takes is not of the step
             step(engine)
 
-        model = on_meta(build(checkpointing))
+        model = build()
         trained_params, frozen_params = (
             sum(_numel(param) for param in model.parameters() if param.requires_grad is trained)
             for trained in (True, False)
@@ -122,6 +122,7 @@ def traced_workloads(
             device_memory=AMPLE_BYTES_PER_PARAM * numel + AMPLE_ACTIVATION_BYTES,
             host_memory=AMPLE_BYTES_PER_PARAM * (numel + largest),
             chunk_size=largest,
+            activation_checkpointing=1.0 if checkpointing else None,
             tiled_loss=tiled_loss,
         )
         report = simulate(make_engine, model, config, recorded_step, machine, counter, steps=1)
@@ -135,7 +136,7 @@ def traced_workloads(
             params=trained_params,
             batch=batch,
             tokens=tokens_of(batch),
-            checkpointing=checkpointing,
+            checkpointing=float(checkpointing),
             operations=counter.operations,
             matrix_size=max(1, round(size)),
             non_model_bytes=report.trace.peak_non_model_bytes + outside_bytes,

@@ -53,7 +53,7 @@ class ChunkOptimizer(torch.optim.Optimizer):
         if (together := core.optimizer_step.together) is not None:
             together.begin(self.param_groups)
         zero_grad = WrappedMethod(module, "zero_grad", partial(_zero_grad, weakref.ref(module), weakref.ref(self)))
-        core.module_hooks.replace_method(module, "zero_grad", zero_grad)
+        core.module_hooks.replace_attribute(module, "zero_grad", zero_grad)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TrainingError(

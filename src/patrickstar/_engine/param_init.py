@@ -9,6 +9,7 @@ from torch import nn
 
 from patrickstar._autograd.interceptor import Interceptor
 from patrickstar._autograd.module_hooks import ModuleHooks
+from patrickstar._autograd.recomputed_layers import recompute, recomputed_layers
 from patrickstar._autograd.uncomputed_logits import tiled_output
 from patrickstar._checkpoint.module_save_pretrained import save_in_full_precision
 from patrickstar._chunks.chunk_manager import ChunkManager
@@ -101,10 +102,12 @@ def param_specs(
 
     Raises:
         ConfigError: The optimizer needs whole parameters, or all of them, and processes hold parts; or the model has no
-            output layer for a tiled loss.
+            output layer for a tiled loss, or no layers that can be recomputed.
     """
-    if config.tiled_loss:
-        tiled_output(model)  # before memory is used
+    if config.tiled_loss:  # refused before memory is used
+        tiled_output(model)
+    if config.activation_checkpointing is not None:
+        recomputed_layers(model, config.activation_checkpointing)
     optimizer = config.optimizer
     if shardings and optimizer.updates_together:
         raise ConfigError(
@@ -275,12 +278,14 @@ def _own_elements(managed: ManagedParam, weights: WeightSource | None) -> torch.
 
 
 def replace_methods(module: nn.Module, hooks: ModuleHooks, managed_params: list[ManagedParam], config: Config) -> None:
-    """Let a model save full precision, and leave its logits to a tiled loss."""
+    """Let a model save full precision, leave its logits to a tiled loss, and recompute a share of its layers."""
     if (method := save_in_full_precision(module, managed_params)) is not None:
-        hooks.replace_method(module, "save_pretrained", method)
+        hooks.replace_attribute(module, "save_pretrained", method)
     if config.tiled_loss:
         output = tiled_output(module)
-        hooks.replace_method(output.layer, "forward", output)
+        hooks.replace_attribute(output.layer, "forward", output)
+    if config.activation_checkpointing is not None:
+        recompute(module, config.activation_checkpointing, hooks)
 
 
 def unfreeze(

@@ -19,6 +19,8 @@ from patrickstar._perf_model.step_program import MemoryTier, StepProgram, total
 from patrickstar._perf_model.workload import Workload, Workloads
 from patrickstar.errors import BudgetError
 
+SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)
+"""Candidate shares of the layers that are recomputed in backward."""
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 """Candidate batch sizes in sequences per process."""
 MOST = 1 << 20
@@ -169,32 +171,38 @@ def best_estimate(
     work_of: Workloads,
     machine: Machine,
     mesh: Mesh,
-    checkpointing: Sequence[bool] = (True, False),
+    checkpointing: Sequence[float] = SHARES,
     batches: Sequence[int] = BATCHES,
+    below_bytes: float = math.inf,
 ) -> Estimate:
-    """Return the estimate with the most tokens per second over batch sizes, with and without checkpointing.
+    """Return the estimate with the most tokens per second over batch sizes and shares of recomputed layers.
 
     Ties go to the smallest batch.
+
+    Args:
+        below_bytes: The step needs less memory on the device than this.
 
     Raises:
         BudgetError: No batch fits; the error is that of the smallest.
     """
     estimates: list[Estimate] = []
     first_error: BudgetError | None = None
-    for recompute in checkpointing:
+    for share in checkpointing:
         for batch in sorted(batches):
+            work = work_of(batch, share, mesh)
+            if work.device_bytes >= below_bytes:
+                break
             try:
-                estimates.append(estimate(work_of(batch, recompute, mesh), machine, mesh))
+                estimates.append(estimate(work, machine, mesh))
             except BudgetError as error:
                 first_error = first_error or error
                 break  # larger batches need more memory
     if not estimates:
-        assert first_error is not None, "no batch was given"
-        raise first_error
+        raise first_error or BudgetError(f"no smaller step than one of {below_bytes} bytes was found")
 
-    def merit(candidate: Estimate) -> tuple[float, int, bool]:
+    def merit(candidate: Estimate) -> tuple[float, int, float]:
         speed = candidate.workload.tokens / candidate.seconds
-        return float(f"{speed:.4g}"), -candidate.workload.tokens, not candidate.workload.checkpointing
+        return float(f"{speed:.4g}"), -candidate.workload.tokens, -candidate.workload.checkpointing
 
     return max(estimates, key=merit)
 
@@ -206,7 +214,7 @@ def fits(work: Workload, machine: Machine, mesh: Mesh) -> bool:
 
 
 def with_smallest_replicas(
-    work_of: Workloads, machine: Machine, mesh: Mesh, checkpointing: Sequence[bool], batch: int
+    work_of: Workloads, machine: Machine, mesh: Mesh, checkpointing: Sequence[float], batch: int
 ) -> Mesh:
     """Return the mesh with the smallest replicas that fit in memory, or else with a disk; as it is if none fits.
 
@@ -230,7 +238,7 @@ def with_smallest_replicas(
     return mesh
 
 
-def largest_batch(work_of: Workloads, machine: Machine, mesh: Mesh, checkpointing: bool, below: int = MOST) -> int:
+def largest_batch(work_of: Workloads, machine: Machine, mesh: Mesh, checkpointing: float, below: int = MOST) -> int:
     """Return the largest number of sequences per process that fits; 0 if not even one does."""
 
     def possible(batch: int) -> bool:
@@ -260,7 +268,7 @@ def _budget_error(work: Workload, machine: Machine, mesh: Mesh) -> BudgetError:
         problem = f"{other} and {used} exceed the device memory of {format_size(memory)}"
         remedies = [
             *(["a smaller batch"] if work.batch > 1 else []),
-            *([] if work.checkpointing else ["activation checkpointing"]),
+            *(["activation checkpointing"] if work.checkpointing < 1 else []),
             *remedies,
         ]
     else:

@@ -57,8 +57,8 @@ class Workload:
     batch: int
     """Number of sequences."""
     tokens: int
-    checkpointing: bool
-    """Activations are recomputed in backward."""
+    checkpointing: float
+    """Share of the layers that are recomputed in backward."""
     operations: float
     matrix_size: int
     """Typical smallest side of matrix products; larger products are faster."""
@@ -122,8 +122,33 @@ class Workload:
         return math.ceil(2 / self.fill_share)
 
 
-Workloads = Callable[[int, bool, Mesh], Workload]
-"""Function from (sequences per process, checkpointing, mesh) to the workload of one process."""
+Workloads = Callable[[int, float, Mesh], Workload]
+"""Function from (sequences per process, share of recomputed layers, mesh) to the workload of one process."""
+
+
+def of_shares(whole: Callable[[int, bool, Mesh], Workload]) -> Workloads:
+    """Return workloads with a share of the layers recomputed, on the line between those with none and with all."""
+
+    def workload(batch: int, share: float, mesh: Mesh) -> Workload:
+        recomputed = whole(batch, share > 0, mesh)
+        if share in (0, 1):
+            return recomputed
+        stored = whole(batch, False, mesh)
+
+        def between(name: str) -> float:
+            least, most = getattr(stored, name), getattr(recomputed, name)
+            return float(least + share * (most - least))
+
+        return replace(
+            recomputed,
+            checkpointing=share,
+            operations=between("operations"),
+            thin_operations=between("thin_operations"),
+            other_bytes=round(between("other_bytes")),
+            non_model_bytes=math.ceil(between("device_bytes")) - (recomputed.device_bytes - recomputed.non_model_bytes),
+        )
+
+    return workload
 
 
 def on_lines(workloads: Workloads) -> Workloads:
@@ -133,7 +158,7 @@ def on_lines(workloads: Workloads) -> Workloads:
     constant part.
     """
 
-    def workload(batch: int, checkpointing: bool, mesh: Mesh) -> Workload:
+    def workload(batch: int, checkpointing: float, mesh: Mesh) -> Workload:
         power = 1 << (batch.bit_length() - 1)
         smaller = workloads(power, checkpointing, mesh)
         if batch == power:

@@ -10,7 +10,7 @@ from patrickstar._perf_model.adapters import Adapters
 from patrickstar._perf_model.machine_spec import Machine
 from patrickstar._perf_model.mesh import Mesh
 from patrickstar._perf_model.perf_model import Estimate
-from patrickstar._perf_model.workload import STATE_BYTES, Workload
+from patrickstar._perf_model.workload import STATE_BYTES, Workload, of_shares
 from patrickstar._plan.planned_model import PlannedModel
 from patrickstar._plan.search import Search
 from patrickstar._plan.upgrades import ENDURANCE, drive_tokens
@@ -170,7 +170,7 @@ def _planned(name: str, model: OpenModel, sequence: int, way: Adapters | None) -
     def workload(batch: int, checkpointing: bool, mesh: Mesh) -> Workload:
         return decoder.workload(batch, sequence, checkpointing, way)
 
-    return PlannedModel(name, sequence, workload, adapters=way)
+    return PlannedModel(name, sequence, of_shares(workload), adapters=way)
 
 
 def _best(search: Search, model: PlannedModel) -> Estimate | None:

@@ -18,7 +18,7 @@ def plan_text(plan: Prediction) -> str:
     best = plan.best
     work = best.workload
     unit = "process" if best.mesh.tp == 1 else "tensor-parallel group"
-    activations = "recomputed in backward" if work.checkpointing else "kept for backward"
+    activations = activations_text(work.checkpointing)
     summary = (
         ("model", f"{plan.model.name}, {_count(work.all_params)} parameters{_trained(work)}: it fits"),
         ("machine", _described(plan.machine, best.mesh)),
@@ -42,6 +42,13 @@ def plan_text(plan: Prediction) -> str:
         f"to set:\n{config_text(plan)}",
     )
     return "\n".join(parts)
+
+
+def activations_text(share: float) -> str:
+    """Return what happens to activations if a share of the layers is recomputed."""
+    if share in (0, 1):
+        return "recomputed in backward" if share else "kept for backward"
+    return f"of {share:.0%} of the layers recomputed in backward, others kept"
 
 
 def answer(plan: Prediction) -> str:
@@ -105,11 +112,12 @@ def config_text(plan: Prediction) -> str:
     machine, best = plan.machine, plan.best
     disk = ', disk="FOLDER ON THE DRIVE"' if machine.disk is not None and best.disk_bytes else ""
     torchrun = "" if best.processes == 1 else f"torchrun --nproc-per-node {best.mesh.gpus} script.py\n"
-    recompute = "model.activation_checkpointing_enable()\n" if best.workload.checkpointing else ""
+    share = best.workload.checkpointing
+    recompute = f", activation_checkpointing={True if share == 1 else share}" if share else ""
     tiled = ", tiled_loss=True" if plan.model.tiled_loss else ""
-    config = f'config = ps.Config(precision="{machine.precision}"{disk}{tiled}, optimizer=ps.AdamW(lr=1e-4))'
+    config = f'config = ps.Config(precision="{machine.precision}"{disk}{recompute}{tiled}, optimizer=ps.AdamW(lr=1e-4))'
     adapters = "" if plan.model.adapters is None else _adapters_text(plan.model.adapters, machine.precision)
-    return f"{torchrun}{adapters}{recompute}{config}\nengine, optimizer = ps.initialize(model, config)"
+    return f"{torchrun}{adapters}{config}\nengine, optimizer = ps.initialize(model, config)"
 
 
 def _adapters_text(adapters: Adapters, precision: str) -> str:

@@ -15,7 +15,7 @@ from patrickstar._perf_model.gpt_costs import Gpt
 from patrickstar._perf_model.machine_spec import Machine
 from patrickstar._perf_model.mesh import Mesh
 from patrickstar._perf_model.t5_costs import T5
-from patrickstar._perf_model.workload import Workload, Workloads, shape_workload
+from patrickstar._perf_model.workload import Workload, Workloads, of_shares, shape_workload
 from patrickstar.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def planned_shape(name: str, shape: Gpt | T5, capacity_factor: float | None = No
         shape = replace(shape, experts=replace(shape.experts, capacity_factor=capacity_factor))
     traced = partial(_traced_preset, name, shape) if isinstance(shape, Preset | T5Preset) else None
     text = f"{name}, {shape.described_layers} x {shape.hidden}{_described(shape.experts)}"
-    return PlannedModel(text, shape.sequence, partial(shape_workload, shape), traced)
+    return PlannedModel(text, shape.sequence, of_shares(partial(shape_workload, shape)), traced)
 
 
 def planned_trace(model: "TracedModel", machine: Machine) -> PlannedModel:
@@ -110,7 +110,7 @@ def planned_trace(model: "TracedModel", machine: Machine) -> PlannedModel:
             )
         return of_process(batch, checkpointing)
 
-    return PlannedModel(model.name, model.row_tokens, workload, lambda: model, tiled_loss=model.tiled_loss)
+    return PlannedModel(model.name, model.row_tokens, of_shares(workload), lambda: model, tiled_loss=model.tiled_loss)
 
 
 def _traced_preset(name: str, shape: Preset | T5Preset) -> "TracedModel":

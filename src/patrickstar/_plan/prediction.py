@@ -69,8 +69,8 @@ class Prediction:
         return self.best.workload.batch
 
     @property
-    def activation_checkpointing(self) -> bool:
-        """True if activations are recomputed in backward."""
+    def activation_checkpointing(self) -> float:
+        """Share of the layers that are recomputed in backward."""
         return self.best.workload.checkpointing
 
     @property

@@ -1,8 +1,9 @@
-"""Search for the fastest estimate of a model on a machine, over batches and activation checkpointing."""
+"""Search for the fastest estimate of a model on a machine, over batches and shares of recomputed layers."""
 
 import logging
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -39,7 +40,7 @@ class Search:
 
     Attributes:
         mesh: Processes, with the smallest replicas that are considered.
-        checkpointing: Whether activations are recomputed.
+        checkpointing: Shares of the layers that are recomputed.
         batches: Sequences per process.
         dry_run: Let the engine run a step of what was found on the simulated machine.
         margins: Memory of the machine that budgets leave to others.
@@ -49,7 +50,7 @@ class Search:
 
     machine: Machine
     mesh: Mesh
-    checkpointing: Sequence[bool]
+    checkpointing: Sequence[float]
     batches: Sequence[int]
     dry_run: bool
     margins: Margins = NO_BUDGET_GIVEN
@@ -90,9 +91,10 @@ class Search:
     def _margins(self, machine: Machine, mesh: Mesh) -> list[str]:
         return self.margins.described(machine, mesh.gpus, mesh.processes > 1)
 
-    def best(self, model: PlannedModel, machine: Machine, mesh: Mesh) -> Estimate:
-        """Return the fastest estimate. Raise BudgetError if the model does not fit."""
-        return best_estimate(model.workload, self.budgets(machine, mesh), mesh, self.checkpointing, self.batches)
+    def best(self, model: PlannedModel, machine: Machine, mesh: Mesh, below_bytes: float = math.inf) -> Estimate:
+        """Return the fastest estimate with less device memory than this. Raise BudgetError if none fits."""
+        choices = self.checkpointing, self.batches, below_bytes
+        return best_estimate(model.workload, self.budgets(machine, mesh), mesh, *choices)
 
     def best_or_none(self, model: PlannedModel, machine: Machine, mesh: Mesh) -> Estimate | None:
         """Return the fastest estimate; None if the model does not fit."""
@@ -123,7 +125,7 @@ class Search:
         """Return the fastest estimate whose step the engine can run, and its dry run.
 
         The estimate divides memory at will, the engine in chunks: a step that fits the estimate alone is replaced by
-        one of a smaller batch.
+        one that needs less memory.
         """
         best = self.best(model, self.machine, mesh)
         # Collectives inside of operators are not simulated; of many nodes a dry run would take minutes.
@@ -138,14 +140,14 @@ class Search:
         while True:
             try:
                 return best, traced.dry_run(self.budgets(self.machine, mesh), best)
-            except BudgetError:
-                smaller = [batch for batch in self.batches if batch < best.workload.batch]
-                if not smaller:
-                    raise
-                best = replace(self, batches=smaller).best(model, self.machine, mesh)
+            except BudgetError as error:
+                try:
+                    best = self.best(model, self.machine, mesh, best.workload.device_bytes)
+                except BudgetError:
+                    raise error from None
 
-    def _largest_batch(self, model: PlannedModel, mesh: Mesh, recompute: bool, below: int = MOST) -> int:
-        return largest_batch(on_lines(model.workload), self.budgets(self.machine, mesh), mesh, recompute, below)
+    def _largest_batch(self, model: PlannedModel, mesh: Mesh, share: float, below: int = MOST) -> int:
+        return largest_batch(on_lines(model.workload), self.budgets(self.machine, mesh), mesh, share, below)
 
     def _with_replicas(self, model: PlannedModel) -> Mesh:
         machine = self.budgets(self.machine, self.mesh)
@@ -155,9 +157,9 @@ class Search:
         """Return a hint with the batches that fit, empty if there are none."""
         batch, hints = min(self.batches), []
         # A batch that does not fit may fit with activation checkpointing.
-        for recompute in sorted({*self.checkpointing, True}):
-            limit = batch if recompute in self.checkpointing else batch + 1
-            max_batch = self._largest_batch(model, mesh, recompute, limit)
+        for share in sorted({min(self.checkpointing), 1.0}):
+            limit = batch if share in self.checkpointing else batch + 1
+            max_batch = self._largest_batch(model, mesh, share, limit)
             if max_batch:
-                hints.append(f"--batch {max_batch}" + (" --activation-checkpointing" if recompute else ""))
+                hints.append(f"--batch {max_batch}" + (" --activation-checkpointing" if share else ""))
         return f"; {' or '.join(hints)} fits" if hints else ""

@@ -2,13 +2,15 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from patrickstar._dry_run.fit_check import Trial, batch_of, default_loss, enable_checkpointing
+from patrickstar._autograd.recomputed_layers import can_recompute
+from patrickstar._dry_run.fit_check import Trial, batch_of, default_loss
 from patrickstar._dry_run.report import DryRunReport
 from patrickstar._dry_run.simulation import (
     Step,
@@ -26,7 +28,7 @@ from patrickstar._models.model_source import ModelSource
 from patrickstar._models.training_step import training_step
 from patrickstar._perf_model.adapters import Adapters
 from patrickstar._perf_model.machine_spec import Machine
-from patrickstar._perf_model.perf_model import Estimate
+from patrickstar._perf_model.perf_model import SHARES, Estimate
 from patrickstar._perf_model.workload import Workload
 from patrickstar.config import Config, Disk
 from patrickstar.errors import ConfigError
@@ -43,19 +45,19 @@ class TracedModel:
     """Model that dry runs train.
 
     Attributes:
-        build: Returns a function that builds the model on meta, with or without activation checkpointing.
+        build: Builds the model on meta.
         step: Returns a training step over a batch of the given number of sequences.
         row_tokens: Tokens of a sequence.
         name: Name of the model.
-        checkpointing: Choices of activation checkpointing that the model supports.
+        checkpointing: Shares of the layers that can be recomputed.
         tiled_loss: Compute the loss without storing logits.
     """
 
-    build: Callable[[bool], Build]
+    build: Build
     step: Callable[[int], Step]
     row_tokens: int
     name: str
-    checkpointing: tuple[bool, ...] = (True, False)
+    checkpointing: tuple[float, ...] = SHARES
     tiled_loss: bool = False
 
     def workloads(self, machine: Machine) -> Callable[[int, bool], Workload]:
@@ -73,8 +75,14 @@ class TracedModel:
         work = best.workload
         disk = None if machine.disk is None else Disk(".")
         device = "cpu" if machine.gpu is None else "auto"
-        config = Config(device=device, precision=machine.precision, disk=disk, tiled_loss=self.tiled_loss)
-        build, step = self.build(work.checkpointing), self.step(work.batch)
+        config = Config(
+            device=device,
+            precision=machine.precision,
+            disk=disk,
+            activation_checkpointing=work.checkpointing or None,
+            tiled_loss=self.tiled_loss,
+        )
+        build, step = self.build, self.step(work.batch)
         if machine.measured:
             found = config.find_device()
             return simulate_on_this_machine(Engine, build, config, step, found, machine, best.processes)
@@ -96,8 +104,9 @@ def language_model(
         tiled_loss: Compute the loss without storing logits.
     """
 
-    def build(checkpointing: bool) -> Build:
-        base = source.to_meta(checkpointing)
+    @cache
+    def made() -> Build:
+        base = source.to_meta(activation_checkpointing=False)
         return base if adapters is None else adapted(base, adapters, getattr(torch, COMPUTE_DTYPES[precision]))
 
     def step(batch: int) -> Step:
@@ -105,7 +114,7 @@ def language_model(
         return training_step({"input_ids": ids, "labels": ids}, max_norm=MAX_NORM)
 
     name = source.name if adapters is None else f"{source.name} with {adapters}"
-    return TracedModel(build, step, sequence, name, tiled_loss=tiled_loss)
+    return TracedModel(lambda: made()(), step, sequence, name, tiled_loss=tiled_loss)
 
 
 def sampled_model(
@@ -127,14 +136,8 @@ def sampled_model(
     if not rows:
         raise ConfigError("the tensors of `sample` have no common first dimension, so that its sequences are unknown")
 
-    def build(checkpointing: bool) -> Build:
-        def built() -> nn.Module:
-            module = copy_to_meta(model) if isinstance(model, nn.Module) else on_meta(model)
-            if checkpointing and enable_checkpointing(module) is None:
-                raise ConfigError("activation_checkpointing: the model has no method that enables it")
-            return module
-
-        return built
+    def build() -> nn.Module:
+        return copy_to_meta(model) if isinstance(model, nn.Module) else on_meta(model)
 
     def step(batch: int) -> Step:
         indices = torch.arange(batch, device="cpu") % rows
@@ -142,7 +145,7 @@ def sampled_model(
         return forward_backward_step(loss or default_loss, args, kwargs)
 
     name = type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", "a model")
-    supported = (True, False) if enable_checkpointing(build(False)()) is not None else (False,)
+    supported = SHARES if can_recompute(build()) else (0.0,)
     return TracedModel(build, step, _row_tokens(trial), name, supported, tiled_loss)
 
 

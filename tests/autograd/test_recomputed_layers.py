@@ -1,0 +1,129 @@
+"""A share of a model's layers recomputed: `Config(activation_checkpointing=...)`."""
+
+import pytest
+import torch
+import transformers
+from hypothesis import strategies as st
+from sampling import drawn
+from torch import nn
+
+import patrickstar as ps
+from patrickstar import testing
+from patrickstar._autograd.recomputed_layers import recomputed_layers
+from patrickstar.errors import ConfigError
+
+from .test_language_models import DECODER, GPT2, T5, VOCABULARY, batches
+from .zoo import small_chunks
+
+# Every version of the library knows this name; the newest one deprecates it.
+pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
+
+DROPOUT = dict(embd_pdrop=0.1, resid_pdrop=0.1, attn_pdrop=0.1)
+MODELS = {
+    "dropout": (transformers.GPT2LMHeadModel, GPT2 | DROPOUT | dict(n_layer=4)),
+    "llama": (transformers.LlamaForCausalLM, DECODER | dict(num_hidden_layers=4)),
+    "t5": (transformers.T5ForConditionalGeneration, T5),
+}
+SHARES = [0.0, 0.25, 0.5, 0.75, 1.0]
+
+
+def build(name):
+    model_class, shape = MODELS[name]
+    model = model_class(model_class.config_class(**shape)).train()
+    for module in model.modules():  # a layer that stores keys in a cache adds gradients in another order
+        if hasattr(module, "config"):
+            module.config.use_cache = False
+    return model
+
+
+def with_share(config, share):
+    return config.model_copy(update={"activation_checkpointing": share})
+
+
+def flags(model):
+    return [layer.gradient_checkpointing for layer, _ in recomputed_layers(model, 0)]
+
+
+@drawn(
+    30,
+    st.sampled_from(list(MODELS)),
+    st.sampled_from(SHARES),
+    st.sampled_from(["fp32", "bf16", "fp16"]),
+    st.integers(1, 2),
+    st.booleans(),
+    st.integers(0, 99),
+)
+def test_bits_are_those_of_stored_activations(name, share, precision, accumulation, tiled, seed):
+    """Everything is evicted at each access, freed memory is NaN, and plain PyTorch stores all activations."""
+    config = with_share(small_chunks(precision, chunk_bytes=2048), share).model_copy(update={"tiled_loss": tiled})
+    testing.assert_exact(lambda: build(name), batches(), config, accumulation=accumulation, seed=seed)
+
+
+@drawn(20, st.sampled_from(["dropout", "llama"]), st.sampled_from(SHARES), st.integers(0, 200), st.integers(0, 99))
+def test_bits_within_a_budget(name, share, spare_kib, seed):
+    """Chunks are fetched and evicted along the trace; non-model data of any share are within the budget, or refused."""
+    config = small_chunks("fp32", chunk_bytes=4096)
+
+    def run(**options):
+        torch.manual_seed(seed)
+        with ps.Engine(lambda: build(name), config.model_copy(update=options)) as engine:
+            torch.manual_seed(seed)
+            for batch in batches((8,) * 4):
+                loss = engine(**batch).loss
+                engine.backward(loss)
+                engine.optimizer.step()
+                engine.optimizer.zero_grad()
+            return engine.state_dict(), engine.stats
+
+    expected, stats = run(device_memory=64 << 20, host_memory=64 << 20)
+    need = stats.total.device_peak_non_model_bytes + (40 << 10)
+    budgets = {"device_memory": need + (spare_kib << 10), "host_memory": 64 << 20}
+    found, _ = run(**budgets, activation_checkpointing=share)
+    testing.assert_same_bits(expected, found, "parameters")
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_the_first_layers_are_recomputed_and_the_model_is_restored(share):
+    model = build("llama")
+    with ps.Engine(model, with_share(small_chunks("fp32"), share)):
+        assert flags(model) == [number < 4 * share for number in range(4)]
+    assert flags(model) == [False] * 4 and "gradient_checkpointing" not in vars(model.model.layers[0])
+
+
+def test_a_share_replaces_what_the_model_was_set_to():
+    model = build("llama")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    with ps.Engine(model, small_chunks("fp32")):
+        assert flags(model) == [True] * 4
+    with ps.Engine(model, with_share(small_chunks("fp32"), 0.5)):
+        assert flags(model) == [True, True, False, False]
+    assert flags(model) == [True] * 4
+
+
+def test_each_further_stored_layer_takes_its_activations():
+    """Non-model data grow by the same bytes for each layer that is stored, so that a plan may lie on a line."""
+
+    def peak_bytes(share):
+        torch.manual_seed(0)
+        config = small_chunks("fp32").model_copy(update={"device_memory": 64 << 20, "host_memory": 64 << 20})
+        with ps.Engine(lambda: build("llama"), with_share(config, share)) as engine:
+            for batch in batches((32, 32)):
+                engine.backward(engine(**batch).loss)
+                engine.optimizer.step()
+                engine.optimizer.zero_grad()
+            return engine.stats.total.device_peak_non_model_bytes
+
+    peaks = [peak_bytes(share) for share in SHARES[::-1]]
+    grown = [after - before for before, after in zip(peaks[1:], peaks[2:], strict=False)]
+    assert peaks == sorted(peaks) and min(grown) > 0 and max(grown) - min(grown) <= max(grown) / 10
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.5, "half"])
+def test_a_share_is_from_0_to_1(share):
+    with pytest.raises(ConfigError, match="activation_checkpointing"):
+        ps.Config(activation_checkpointing=share)
+
+
+def test_a_model_without_such_layers_is_refused_by_name():
+    with pytest.raises(ConfigError, match=r"Linear has no layers .* torch\.utils\.checkpoint"):
+        ps.Engine(nn.Linear(2, 2), with_share(small_chunks("fp32"), 0.5))
