@@ -1,5 +1,7 @@
 """A share of a model's layers recomputed: `Config(activation_checkpointing=...)`."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 import transformers
@@ -12,7 +14,7 @@ from patrickstar import testing
 from patrickstar._autograd.recomputed_layers import recomputed_layers
 from patrickstar.errors import ConfigError
 
-from .test_language_models import DECODER, GPT2, T5, VOCABULARY, batches
+from .test_language_models import DECODER, GPT2, T5, batches
 from .zoo import small_chunks
 
 # Every version of the library knows this name; the newest one deprecates it.
@@ -114,7 +116,7 @@ def test_each_further_stored_layer_takes_its_activations():
             return engine.stats.total.device_peak_non_model_bytes
 
     peaks = [peak_bytes(share) for share in SHARES[::-1]]
-    grown = [after - before for before, after in zip(peaks[1:], peaks[2:], strict=False)]
+    grown = [after - before for before, after in pairwise(peaks[1:])]
     assert peaks == sorted(peaks) and min(grown) > 0 and max(grown) - min(grown) <= max(grown) / 10
 
 

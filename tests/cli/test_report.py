@@ -238,7 +238,7 @@ def test_a_module_of_ones_own_is_planned_by_a_sample() -> None:
         ({"model": nn.Linear(2, 2), "sample": torch.tensor(0.0)}, "no common first dimension"),
         (
             {"model": nn.Linear(2, 2), "sample": torch.zeros(2, 2), "activation_checkpointing": True},
-            "the model has no method that enables it",
+            "Linear has no layers of transformers that can be recomputed",
         ),
         ({"model": "gpt-1m", "sample": torch.zeros(2, 2)}, "`sample` and `loss` are for modules"),
         ({"model": "gpt-1m", "gpu": "rtx4090", "machine": "8xV100-32GB"}, "exclude each other"),

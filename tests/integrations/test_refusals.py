@@ -51,12 +51,8 @@ def follow(setting, less, tmp_path):
     elif match := re.fullmatch(r"a batch of (\d+) in place of 4", setting):
         sample = {name: value[: int(match[1])] for name, value in SAMPLE.items()}
     else:
-        assert setting == "activation checkpointing (model.activation_checkpointing_enable())"
-
-        def build():
-            model = gpt()
-            model.activation_checkpointing_enable({"use_reentrant": False})
-            return model
+        assert setting == "activation_checkpointing=True"
+        config = options(**less, activation_checkpointing=True)
 
     return train(build, config, sample)
 

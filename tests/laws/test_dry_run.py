@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from toys import Shape, batches, layers, module
 from transfer_bounds import min_transfer_bytes
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import patrickstar as ps
 from patrickstar import functional
@@ -189,10 +190,18 @@ def ids_of(count: int) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, ids
 
 
+LLAMA = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, vocab_size=512)
+half_recomputed = module(
+    lambda m, ids, labels: m.llama(input_ids=ids, labels=labels).loss,
+    llama=lambda: LlamaForCausalLM(LlamaConfig(**LLAMA, use_cache=False)).train(),
+)
+
+
 CASES = {
     "text": (lambda: Text(False), lambda: ids_of(4)),
     "checkpointed text": (lambda: Text(True), lambda: ids_of(3)),
     "tiled text": (lambda: Text(False, tiled=True), lambda: ids_of(8)),
+    "half recomputed": (half_recomputed, lambda: ids_of(4)),
     "small": (Shape(("mlp", "attention", "plain")).build, lambda: batches(1)[0]),
 }
 
@@ -204,7 +213,7 @@ def test_predicted_memory_is_measured_memory(case, room, precision, tmp_path, mo
     monkeypatch.setattr(functional, "TILE_BYTES", 128 * 512 * 2)  # several tiles
     build, inputs = CASES[case]
     numel = sum(param.numel() for param in build().parameters())
-    more = {}
+    more = {"activation_checkpointing": 0.5} if case == "half recomputed" else {}
     if room != "all":
         more["device_memory"] = (1 << 22) + 2 * numel
     if room == "disk":

@@ -15,7 +15,7 @@ from patrickstar._layout.byte_size import parse_size
         ("device_memory=12 with", "--device-memory 12B with"),
         ("alone: disk=ps.Disk(directory); activation_offload=True", "alone: --disk DIRECTORY; --activation-offload"),
         ("add a disk: ps.Config(disk=ps.Disk(directory))", "add a disk: --disk DIRECTORY"),
-        ("activation checkpointing (model.activation_checkpointing_enable())", "--activation-checkpointing"),
+        ("activation_checkpointing=True", "--activation-checkpointing"),
         ("the model data of 987928281088 bytes (920.08 GiB) do not fit", "the model data of 920.08 GiB do not fit"),
         ("lower host_memory, or set both", "lower --host-memory, or set both"),
         ("4 processes can't be divided into replicas=3", "4 processes can't be divided into --replicas 3"),

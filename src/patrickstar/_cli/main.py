@@ -100,6 +100,10 @@ def train(
             help="Recompute activations in backward instead of keeping them.",
         ),
     ] = False,
+    checkpointing_share: Annotated[
+        float | None,
+        typer.Option(min=0, max=1, help="Share of the layers, the first ones, to recompute. Default: all or none."),
+    ] = None,
     activation_offload: Annotated[
         bool,
         typer.Option("--activation-offload", help="Move activations to the host between forward and backward."),

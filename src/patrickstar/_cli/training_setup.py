@@ -17,6 +17,7 @@ def training_config(options: TrainOptions) -> ps.Config:
         precision=options.precision,
         optimizer=ps.AdamW(lr=options.lr, weight_decay=options.weight_decay),
         update=_late_update(options),
+        activation_checkpointing=options.checkpointing_share,
         activation_offload=options.activation_offload,
         tiled_loss=options.tiled_loss,
     )

@@ -10,7 +10,7 @@ from torch import nn
 from patrickstar._dry_run.op_tracer import OpCost, matrix_size, operations, touched_bytes
 from patrickstar._dry_run.packed_products import unpacked_bytes
 from patrickstar._dry_run.simulated_kernels import limited_by_traffic, roofline
-from patrickstar._dry_run.simulation import QUANT_STATE, EngineFactory, Step, constants_bytes, simulate
+from patrickstar._dry_run.simulation import QUANT_STATE, EngineFactory, Step, constants_bytes, on_meta, simulate
 from patrickstar._layout.chunk_mapping import Layout
 from patrickstar._perf_model.machine_spec import Machine
 from patrickstar._perf_model.workload import Workload
@@ -106,7 +106,7 @@ def traced_workloads(
             counter.other_bytes = 0  # what the engine's construction takes is not of the step
             step(engine)
 
-        model = build()
+        model = on_meta(build)
         trained_params, frozen_params = (
             sum(_numel(param) for param in model.parameters() if param.requires_grad is trained)
             for trained in (True, False)

@@ -19,7 +19,7 @@ from patrickstar._perf_model.step_program import MemoryTier, StepProgram, total
 from patrickstar._perf_model.workload import Workload, Workloads
 from patrickstar.errors import BudgetError
 
-SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)
+ALL_OR_NONE = (1.0, 0.0)
 """Candidate shares of the layers that are recomputed in backward."""
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 """Candidate batch sizes in sequences per process."""
@@ -171,7 +171,7 @@ def best_estimate(
     work_of: Workloads,
     machine: Machine,
     mesh: Mesh,
-    checkpointing: Sequence[float] = SHARES,
+    checkpointing: Sequence[float] = ALL_OR_NONE,
     batches: Sequence[int] = BATCHES,
     below_bytes: float = math.inf,
 ) -> Estimate:

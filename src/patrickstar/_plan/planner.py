@@ -12,7 +12,7 @@ from patrickstar._perf_model.machine_parts import machine_of_parts, parse_disk, 
 from patrickstar._perf_model.machine_spec import Host, Machine, Precision, find_machine
 from patrickstar._perf_model.margins import Margins
 from patrickstar._perf_model.mesh import Mesh
-from patrickstar._perf_model.perf_model import BATCHES, SHARES
+from patrickstar._perf_model.perf_model import ALL_OR_NONE, BATCHES
 from patrickstar._plan.plan import Plan
 from patrickstar._plan.planned_model import find_planned_model, planned_trace
 from patrickstar._plan.search import Search
@@ -157,7 +157,7 @@ class SearchOptions:
         share = self.activation_checkpointing
         if share is not None and not 0 <= share <= 1:
             raise ConfigError(f"activation_checkpointing={share}: a share of the layers is from 0 to 1")
-        checkpointing = SHARES if share is None else (float(share),)
+        checkpointing = ALL_OR_NONE if share is None else (float(share),)
         batches = BATCHES if self.batch is None else (self.batch,)
         return Search(found, mesh, checkpointing, batches, self.dry_run, margins)
 

@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -21,8 +21,13 @@ from patrickstar.errors import BudgetError
 
 if TYPE_CHECKING:
     from patrickstar._dry_run.report import DryRunReport
+    from patrickstar._plan.traced_model import TracedModel
 
 _log = logging.getLogger(__name__)
+
+SHARES = (0.5, 0.75)
+"""Shares of recomputed layers of which the first one that fits is tried beside all: each takes a dry run."""
+
 
 GPT_FAMILY = (
     (2048, (20, 40)),
@@ -124,8 +129,8 @@ class Search:
     def _verified(self, model: PlannedModel, mesh: Mesh) -> "tuple[Estimate, DryRunReport | None]":
         """Return the fastest estimate whose step the engine can run, and its dry run.
 
-        The estimate divides memory at will, the engine in chunks: a step that fits the estimate alone is replaced by
-        one that needs less memory.
+        If that recomputes all layers, a share of them is tried, too. Estimates, which divide memory at will and not in
+        chunks, know too little of a device that activations fill.
         """
         best = self.best(model, self.machine, mesh)
         # Collectives inside of operators are not simulated; of many nodes a dry run would take minutes.
@@ -137,6 +142,22 @@ class Search:
         )
         self.say("the engine runs the step on the simulated machine")
         traced = model.traced()
+        found = self._dry_run(model, mesh, traced, best)
+        if len(self.checkpointing) == 1 or not found[0].workload.checkpointing:
+            return found
+        for share in SHARES:
+            smaller = replace(self, checkpointing=(share,), batches=(found[0].workload.batch,))
+            try:
+                other = smaller._dry_run(model, mesh, traced, smaller.best(model, self.machine, mesh))
+            except BudgetError:
+                continue
+            return min(found, other, key=lambda each: each[1].seconds)
+        return found
+
+    def _dry_run(
+        self, model: PlannedModel, mesh: Mesh, traced: "TracedModel", best: Estimate
+    ) -> "tuple[Estimate, DryRunReport]":
+        """Return an estimate with its dry run; one that fits the estimate alone is replaced by a smaller one."""
         while True:
             try:
                 return best, traced.dry_run(self.budgets(self.machine, mesh), best)

@@ -28,7 +28,7 @@ from patrickstar._models.model_source import ModelSource
 from patrickstar._models.training_step import training_step
 from patrickstar._perf_model.adapters import Adapters
 from patrickstar._perf_model.machine_spec import Machine
-from patrickstar._perf_model.perf_model import SHARES, Estimate
+from patrickstar._perf_model.perf_model import ALL_OR_NONE, Estimate
 from patrickstar._perf_model.workload import Workload
 from patrickstar.config import Config, Disk
 from patrickstar.errors import ConfigError
@@ -57,7 +57,7 @@ class TracedModel:
     step: Callable[[int], Step]
     row_tokens: int
     name: str
-    checkpointing: tuple[float, ...] = SHARES
+    checkpointing: tuple[float, ...] = ALL_OR_NONE
     tiled_loss: bool = False
 
     def workloads(self, machine: Machine) -> Callable[[int, bool], Workload]:
@@ -145,7 +145,7 @@ def sampled_model(
         return forward_backward_step(loss or default_loss, args, kwargs)
 
     name = type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", "a model")
-    supported = SHARES if can_recompute(build()) else (0.0,)
+    supported = ALL_OR_NONE if can_recompute(build()) else (0.0,)
     return TracedModel(build, step, _row_tokens(trial), name, supported, tiled_loss)
 
 

@@ -1,0 +1,79 @@
+"""Search of a plan: which steps the engine runs before one is planned."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from patrickstar._models.open_models import OPEN_MODELS
+from patrickstar._perf_model.machine_parts import machine_of_parts
+from patrickstar._perf_model.mesh import Mesh
+from patrickstar._perf_model.perf_model import ALL_OR_NONE
+from patrickstar._perf_model.workload import of_shares
+from patrickstar._plan.planned_model import PlannedModel
+from patrickstar._plan.search import Search
+from patrickstar.errors import BudgetError
+
+DECODER = OPEN_MODELS["llama-3.2-1b"].decoder()
+SEQUENCE = 2048
+
+
+def whole(batch, checkpointing, mesh):
+    return DECODER.workload(batch, SEQUENCE, checkpointing, None)
+
+
+workload = of_shares(whole)
+
+
+def searched(step_s, memory, checkpointing=ALL_OR_NONE):
+    """Return the share that is planned, and those that were run: in `step_s`, or refused if they have no time."""
+    ran = []
+
+    def dry_run(machine, best):
+        share = best.workload.checkpointing
+        ran.append(share)
+        if share not in step_s:
+            raise BudgetError("the engine has no room", 1)
+        return SimpleNamespace(seconds=step_s[share])
+
+    machine = machine_of_parts("rtx4090", host_memory="64GB")
+    machine = machine.model_copy(update={"gpu": machine.gpu.model_copy(update={"memory": memory})})
+    traced = SimpleNamespace(dry_run=dry_run)
+    model = PlannedModel("llama", SEQUENCE, workload, lambda: traced)
+    search = Search(machine, Mesh(), checkpointing, (4,), dry_run=True)
+    best, _ = search._verified(model, Mesh())
+    return best.workload.checkpointing, ran
+
+
+NONE, HALF, ALL = (workload(4, share, Mesh()).device_bytes for share in (0.0, 0.5, 1.0))
+BETWEEN = (HALF + NONE) // 2 + (2 << 30)
+"""Memory in which a step fits that recomputes half of the layers, beside the margin, but none that stores all."""
+
+
+@pytest.mark.parametrize(
+    ("step_s", "planned"), [({1.0: 3.0, 0.5: 2.5}, 0.5), ({1.0: 3.0, 0.5: 3.5}, 1.0), ({1.0: 3.0}, 1.0)]
+)
+def test_a_share_is_planned_if_its_dry_run_is_faster(step_s, planned):
+    assert searched(step_s, BETWEEN) == (planned, [1.0, 0.5] if 0.5 in step_s else [1.0, 0.5, 0.75])
+
+
+def test_a_share_that_is_given_is_run_alone():
+    assert searched({0.25: 1.0}, 80 << 30, (0.25,)) == (0.25, [0.25])
+
+
+def test_no_share_is_tried_if_everything_is_stored():
+    share, ran = searched({0.0: 1.0, 1.0: 2.0}, 80 << 30)
+    assert (share, ran) == (0.0, [0.0])
+
+
+def test_a_refused_step_is_replaced_by_one_that_needs_less_memory():
+    share, ran = searched({1.0: 2.0, 0.5: 3.0}, 80 << 30)
+    assert (share, ran) == (1.0, [0.0, 1.0, 0.5])
+
+
+def test_shares_lie_between_none_and_all():
+    none, half, every = (workload(4, share, Mesh()) for share in (0.0, 0.5, 1.0))
+    assert (none, every) == (whole(4, False, Mesh()), whole(4, True, Mesh()))
+    for name in ("operations", "other_bytes", "device_bytes"):
+        low, middle, high = sorted(getattr(each, name) for each in (none, half, every))
+        assert getattr(half, name) == middle and low < middle < high
+        assert abs(2 * middle - low - high) <= 2
