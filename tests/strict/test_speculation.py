@@ -266,3 +266,16 @@ def test_a_step_waits_until_an_update_that_has_begun_has_memory():
         assert home.keep(begun)
         timer.join()
         assert host_tier.release_spare(home.use)
+
+
+def test_an_update_that_is_dropped_has_ended_before_its_memory_is_used_again():
+    with trained(seed=14) as engine:
+        host_tier, updates = manager_of(engine).host_tier, optimizer_step_of(engine).updates
+        complete_updates(engine)
+        home, held = SpareBlocks(shards_of(engine), 0, updates, []), []
+        running = mock.Mock(cancel=lambda: held.append(home.use.blocks is not None))
+        host_tier.spare_use_bytes = host_tier.spare_bytes + sum(home.use.sizes)
+        assert host_tier.allocate_spare(home.use.sizes)
+        home._bind()
+        home.drop(Update(0, {}, (), home, running=running))
+        assert held == [True] and home.use.blocks is None
