@@ -14,7 +14,7 @@ from patrickstar._dry_run.op_tracer import OpTracer, TensorMeter, trace_operator
 from patrickstar._hardware.cpu_allocator import cpu_allocator
 from patrickstar._hardware.memory_meter import Meter
 
-ROUNDS = 5
+ROUNDS = 9
 """Number of measurements, of which the median is the result."""
 CALLS = 200
 """Calls per measurement of what takes less than a microsecond."""
