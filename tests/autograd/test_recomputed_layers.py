@@ -29,12 +29,13 @@ MODELS = {
 SHARES = [0.0, 0.25, 0.5, 0.75, 1.0]
 
 
-def build(name):
+def build(name, use_cache=False):
+    """Return a model without the cache of keys, which recomputed layers do not have, and with which others round."""
     model_class, shape = MODELS[name]
     model = model_class(model_class.config_class(**shape)).train()
-    for module in model.modules():  # a layer that stores keys in a cache adds gradients in another order
+    for module in model.modules():
         if hasattr(module, "config"):
-            module.config.use_cache = False
+            module.config.use_cache = use_cache
     return model
 
 
@@ -100,6 +101,17 @@ def test_a_share_replaces_what_the_model_was_set_to():
     with ps.Engine(model, with_share(small_chunks("fp32"), 0.5)):
         assert flags(model) == [True, True, False, False]
     assert flags(model) == [True] * 4
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_recomputed_layers_add_to_no_cache(share):
+    """Keys that the model stores in a cache, as is its default, are those of one forward."""
+    with ps.Engine(build("dropout", use_cache=True), with_share(small_chunks("fp32"), share)) as engine:
+        (batch,) = batches((8,))
+        out = engine(**batch)
+        engine.backward(out.loss)
+        cache = out.past_key_values
+        assert cache is None or {cache.get_seq_length(layer) for layer in range(4)} <= {0, 8}
 
 
 def test_each_further_stored_layer_takes_its_activations():

@@ -249,6 +249,13 @@ def test_what_can_not_be_planned(options: dict, message: str) -> None:
         ps.plan(**options)
 
 
+def test_a_module_without_layers_to_recompute_is_refused_in_bytes() -> None:
+    """No batch of it fits with recomputed layers, since it has none."""
+    options = {"gpu": "rtx4060", "host_memory": "16GB", "device_memory": "1MB"}
+    with pytest.raises(ps.errors.BudgetError, match="more device memory"):
+        ps.plan(partial(nn.Linear, 1024, 1024), sample=torch.zeros(4, 1024), **options)
+
+
 def test_a_step_that_fits_the_estimate_alone_is_replaced_by_a_smaller_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     refused, run_dry = [], TracedModel.dry_run
 

@@ -15,6 +15,9 @@ from patrickstar.errors import ConfigError
 # layers are freed first in backward, before the first layers are recomputed, so that a layer's activations at a time
 # come beside those of no other. Hence the first layers are recomputed, and the last ones stored, as with Megatron's
 # `--recompute-method block`.
+#
+# Modules around the layers have the same switch: if it is on, they store no keys and values in a cache, which layers
+# that are recomputed would add to a second time.
 
 
 def recomputed_layers(model: nn.Module, share: float) -> list[tuple[nn.Module, bool]]:
@@ -50,6 +53,9 @@ def can_recompute(model: nn.Module) -> bool:
 
 def recompute(model: nn.Module, share: float, hooks: ModuleHooks) -> None:
     """Recompute the first layers of a model and store the activations of the others, until the hooks are removed."""
-    for layer, recomputed in recomputed_layers(model, share):
-        hooks.replace_attribute(layer, "gradient_checkpointing", recomputed)
-        hooks.replace_attribute(layer, "_gradient_checkpointing_func", partial(checkpoint, use_reentrant=False))
+    layers = dict(recomputed_layers(model, share))
+    for module in model.modules():
+        if hasattr(module, "gradient_checkpointing"):
+            recomputed = layers.get(module, any(layers.values()))
+            hooks.replace_attribute(module, "gradient_checkpointing", recomputed)
+            hooks.replace_attribute(module, "_gradient_checkpointing_func", partial(checkpoint, use_reentrant=False))

@@ -5,7 +5,7 @@ import html
 from patrickstar._layout.byte_size import format_size
 from patrickstar._perf_model.text_tables import format_seconds
 from patrickstar._plan.frontier import Frontier
-from patrickstar._plan.plan_text import answer, config_text, gain, loads, remarks, speed, tiers
+from patrickstar._plan.plan_text import activations_text, answer, config_text, gain, loads, remarks, speed, tiers
 from patrickstar._plan.prediction import Prediction
 from patrickstar._report.figures import axis
 from patrickstar._report.html_page import Figure, cards, html_page, picture, table
@@ -61,7 +61,7 @@ def plan_page(plan: Prediction) -> str:
 
 def _cards(plan: Prediction) -> str:
     simulated = "the estimate" if plan.dry_run is None else "a dry run of the engine"
-    days = plan.drive_days
+    days, work = plan.drive_days, plan.best.workload
     return cards(
         [
             ("step", format_seconds(plan.step_s), f"by {simulated}"),
@@ -73,6 +73,7 @@ def _cards(plan: Prediction) -> str:
             ),
             ("batch", f"{plan.batch} x {plan.model.sequence}", f"tokens; at most {plan.max_batch} sequences fit"),
             ("model data", format_size(plan.best.model_data_bytes), "per process, on all tiers"),
+            ("other data", format_size(work.non_model_bytes), f"activations {activations_text(work.checkpointing)}"),
             *([] if days is None else [("drive", f"{days:,.1f} days", "of training until it is worn")]),
         ]
     )

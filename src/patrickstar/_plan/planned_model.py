@@ -14,6 +14,7 @@ from patrickstar._perf_model.experts import Experts
 from patrickstar._perf_model.gpt_costs import Gpt
 from patrickstar._perf_model.machine_spec import Machine
 from patrickstar._perf_model.mesh import Mesh
+from patrickstar._perf_model.perf_model import ALL_OR_NONE
 from patrickstar._perf_model.t5_costs import T5
 from patrickstar._perf_model.workload import Workload, Workloads, of_shares, shape_workload
 from patrickstar.errors import ConfigError
@@ -33,6 +34,7 @@ class PlannedModel:
         traced: Returns the model as dry runs train it; None if they can't.
         adapters: Adapters that are added to a model of that name, and trained in its place.
         tiled_loss: The loss is computed without storing logits.
+        shares: Shares of its layers that can be recomputed.
     """
 
     name: str
@@ -41,6 +43,7 @@ class PlannedModel:
     traced: "Callable[[], TracedModel] | None" = None
     adapters: Adapters | None = None
     tiled_loss: bool = False
+    shares: tuple[float, ...] = ALL_OR_NONE
 
 
 def find_planned_model(
@@ -110,7 +113,14 @@ def planned_trace(model: "TracedModel", machine: Machine) -> PlannedModel:
             )
         return of_process(batch, checkpointing)
 
-    return PlannedModel(model.name, model.row_tokens, of_shares(workload), lambda: model, tiled_loss=model.tiled_loss)
+    return PlannedModel(
+        model.name,
+        model.row_tokens,
+        of_shares(workload),
+        lambda: model,
+        tiled_loss=model.tiled_loss,
+        shares=model.checkpointing,
+    )
 
 
 def _traced_preset(name: str, shape: Preset | T5Preset) -> "TracedModel":

@@ -72,7 +72,8 @@ class Search:
             left = "".join(f"; {text}" for text in self._margins(self.machine, mesh))
             raise BudgetError(f"{error}{self._smaller_batch(model, mesh)}{left}", error.short_bytes) from None
         one_node = Mesh(1, mesh.gpus, mesh.tp, min(mesh.ep, mesh.gpus))
-        of_model = partial(self.best_or_none, model)
+        shares = sorted({*self.checkpointing, best.workload.checkpointing}, reverse=True)
+        of_model = partial(replace(self, checkpointing=shares).best_or_none, model)
         self.say("estimating what more memory and a drive would bring")
         return Plan(
             model,
@@ -178,7 +179,7 @@ class Search:
         """Return a hint with the batches that fit, empty if there are none."""
         batch, hints = min(self.batches), []
         # A batch that does not fit may fit with activation checkpointing.
-        for share in sorted({min(self.checkpointing), 1.0}):
+        for share in sorted({min(self.checkpointing), max(model.shares)}):
             limit = batch if share in self.checkpointing else batch + 1
             max_batch = self._largest_batch(model, mesh, share, limit)
             if max_batch:
