@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from steps import train_step
+from steps import checkpointed, train_step
 from torch import nn
 
 import patrickstar as ps
@@ -17,9 +17,9 @@ from patrickstar._perf_model.machine_spec import Machine, find_machine
 
 def builder_of(name: str) -> Callable[[], nn.Module]:
     """Return a function that builds a model with activation checkpointing."""
-    build, _ = find_model(name).open(activation_checkpointing=True)
+    build, _ = find_model(name).open()
     assert not isinstance(build, nn.Module)
-    return build
+    return lambda: checkpointed(build())
 
 
 def without_disk(machine: str) -> Machine:

@@ -19,7 +19,7 @@ from statistics import median
 import report
 import torch
 import typer
-from steps import ratio_cells
+from steps import checkpointed, ratio_cells
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -64,9 +64,9 @@ def batches(options: TrainOptions) -> Iterator[torch.Tensor]:
 
 def built(options: TrainOptions) -> Callable[[], nn.Module]:
     """Return a function that builds the model."""
-    model, _ = find_model(options.model, options.vocab_size).open(options.activation_checkpointing)
+    model, _ = find_model(options.model, options.vocab_size).open()
     assert not isinstance(model, nn.Module), "the model of `make train` has random weights"
-    return model
+    return (lambda: checkpointed(model())) if options.activation_checkpointing else model
 
 
 def steps(options: TrainOptions, trainer: object, optimizer: torch.optim.Optimizer, clip: Callable) -> Step:

@@ -80,7 +80,7 @@ def _count(chunk: dict[str, Any]) -> int:
 def engine_of(model: str, update: ps.Delayed | ps.LockFree | None, seed: int, optimizer: ps.Optimizer) -> ps.Engine:
     source = find_model(model, None)
     torch.manual_seed(seed)
-    build, weights = source.open(False)
+    build, weights = source.open()
     budgets = {"device_memory": "1GiB", "host_memory": "1GiB", "chunk_size": "64KiB"}
     config = ps.Config(device="cpu", update=update, optimizer=optimizer, **budgets)
     return ps.Engine(build, config, weights=weights, meter=NoMeter())

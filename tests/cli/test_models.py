@@ -20,7 +20,7 @@ from patrickstar.errors import ConfigError, ModelError
 
 def built(name: str, **options: Any) -> Any:
     """Build a model that is not a folder."""
-    build, weights = find_model(name, **options).open(activation_checkpointing=False)
+    build, weights = find_model(name, **options).open()
     assert callable(build) and weights is None
     return build()
 
@@ -124,15 +124,6 @@ def test_a_t5_with_experts_has_the_parameters_of_a_switch_transformer() -> None:
         assert numel(transformers.SwitchTransformersForConditionalGeneration(config)) == shape.numel
 
 
-def test_activation_checkpointing_is_switched_on() -> None:
-    for wanted in (False, True):
-        build, _ = find_model("gpt-1m").open(activation_checkpointing=wanted)
-        assert callable(build)
-        model = build()
-        assert model.training
-        assert {block.gradient_checkpointing for block in model.transformer.h} == {wanted}
-
-
 def test_the_vocabulary_can_be_replaced() -> None:
     source = find_model("gpt-1m", vocab_size=500)
     assert source.vocabulary.size == source.config.vocab_size == 500
@@ -169,7 +160,7 @@ def test_a_bad_config_is_named(tmp_path: Path, content: str, message: str) -> No
 def test_a_folder_gives_its_model_and_its_weights(tmp_path: Path) -> None:
     expected = llama(tie_word_embeddings=True)
     expected.save_pretrained(tmp_path)
-    model, weights = find_model(str(tmp_path)).open(activation_checkpointing=False)
+    model, weights = find_model(str(tmp_path)).open()
     assert isinstance(model, nn.Module) and weights is not None
     assert all(parameter.is_meta for parameter in model.parameters())
     assert all(torch.equal(weights(name), value) for name, value in expected.named_parameters())

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from command_line import SMALL, assert_refused, assert_told, read_log, train, trained
+from command_line import SMALL, assert_refused, assert_told, call, read_log, train, trained
 from distributed import ranks
 from distributed.test_cli import main
 from event_files import FIELDS, expected_scalars, scalars_in
@@ -24,6 +24,7 @@ from torch import nn
 
 import patrickstar as ps
 from patrickstar import StepStats
+from patrickstar._cli import train as training
 from patrickstar._cli.progress import Progress
 from patrickstar._cli.time_limit import TimeLimit
 from patrickstar._cli.train import learning_rate_factor
@@ -140,7 +141,7 @@ def test_accumulated_batches_are_one_larger_batch() -> None:
 
 
 def test_a_local_folder_goes_on_from_its_weights() -> None:
-    build, _ = find_model("model.json").open(activation_checkpointing=False)
+    build, _ = find_model("model.json").open()
     assert callable(build)
     model = build()
     with torch.no_grad():
@@ -293,3 +294,14 @@ def test_events_that_can_not_be_written(monkeypatch: pytest.MonkeyPatch) -> None
             engine.record(tensorboard="events")
     assert_refused(train("--tensorboard", "events"), "error: a log for TensorBoard needs its package")
     assert not Path("events").exists() and not Path("log.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "share"),
+    [([], None), (["--activation-checkpointing"], 1.0), (["--checkpointing-share", 0.5], 0.5)],
+)
+def test_layers_are_recomputed_as_asked(monkeypatch, words, share):
+    configs = []
+    monkeypatch.setattr(training, "create_engine", lambda model, config, *more: configs.append(config) or sys.exit(7))
+    assert call("train", *SMALL, "--steps", 1, *words).exit_code == 7
+    assert configs[0].activation_checkpointing == share

@@ -45,7 +45,7 @@ def dry_run_training(
     source = find_model(options.model, options.vocab_size)
     source.check_sequence(options.sequence)
     step = training_step(source.example(options.batch, options.sequence), options.accumulation, options.max_norm)
-    build = source.to_meta(options.activation_checkpointing)
+    build = source.to_meta()
     choices: list[PrecisionChoice] = []
     spec = None if machine is None or machine == "here" else find_machine(machine)
     if spec is None:

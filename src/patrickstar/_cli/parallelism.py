@@ -48,7 +48,7 @@ class Parallelism:
         sizes = MeshSizes(world.size, options.tp, options.ep, options.replicas)
         parallelism = cls(sizes, meshes(sizes, device_type) if given else None, sizes.data_rank(world.rank))
         if options.tp > 1 or options.ep > 1:  # what can't be divided is refused before any other work
-            outline = source.on_meta(options.activation_checkpointing)
+            outline = source.on_meta()
             _check_plans(outline, source.name, sizes)
             parallelism.apply(outline)
         return parallelism

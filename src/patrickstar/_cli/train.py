@@ -77,7 +77,7 @@ def train(options: TrainOptions, console: Console) -> Summary | None:
     source.check_sequence(options.sequence)
     parallelism = Parallelism.of(options, source, world, device.type)
     resume = ResumeOptions.of(options, world)
-    build = source.to_meta(options.activation_checkpointing)
+    build = source.to_meta()
     choices: list[PrecisionChoice] = []
     if config.precision == "auto" and resume.resumed is not None:
         config = config.with_precision(precision_of(resume.resumed))
@@ -101,7 +101,7 @@ def train(options: TrainOptions, console: Console) -> Summary | None:
             tokens, options.sequence, options.batch, options.seed, parallelism.data_rank, parallelism.sizes.data
         )
         torch.manual_seed(options.seed)
-        model, weights = source.open(options.activation_checkpointing)
+        model, weights = source.open()
         engine = create_engine(parallelism.divide(model), config, weights, world, parallelism.mesh)
         if engine.data_rank:
             torch.manual_seed(options.seed + engine.data_rank)  # dropout differs between batches, not within one

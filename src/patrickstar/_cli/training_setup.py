@@ -17,10 +17,16 @@ def training_config(options: TrainOptions) -> ps.Config:
         precision=options.precision,
         optimizer=ps.AdamW(lr=options.lr, weight_decay=options.weight_decay),
         update=_late_update(options),
-        activation_checkpointing=options.checkpointing_share,
+        activation_checkpointing=_recomputed_share(options),
         activation_offload=options.activation_offload,
         tiled_loss=options.tiled_loss,
     )
+
+
+def _recomputed_share(options: TrainOptions) -> float | None:
+    if options.checkpointing_share is not None:
+        return options.checkpointing_share
+    return 1.0 if options.activation_checkpointing else None
 
 
 def _disk(options: TrainOptions) -> ps.Disk | None:

@@ -42,23 +42,21 @@ class ModelSource:
         limit = getattr(self.config.get_text_config(), "max_position_embeddings", None)
         return limit if isinstance(limit, int) else None
 
-    def open(
-        self, activation_checkpointing: bool
-    ) -> tuple[nn.Module | Callable[[], nn.Module], Callable[[str], torch.Tensor] | None]:
+    def open(self) -> tuple[nn.Module | Callable[[], nn.Module], Callable[[str], torch.Tensor] | None]:
         """Return `model` and `weights` for ``patrickstar.initialize``.
 
         For a folder, the model has its parameters on the meta device; otherwise it is a function that builds it.
         """
         if self.folder is None:
-            return lambda: self._build(activation_checkpointing), None
-        model = self.on_meta(activation_checkpointing)
+            return self._build, None
+        model = self.on_meta()
         return model, FolderWeights(self.folder, model)
 
-    def to_meta(self, activation_checkpointing: bool) -> Callable[[], nn.Module]:
+    def to_meta(self) -> Callable[[], nn.Module]:
         """Return a function that builds the model on the meta device, without reading its weights."""
         if self.folder is None:
-            return lambda: self._build(activation_checkpointing)
-        return partial(copy_to_meta, self.on_meta(activation_checkpointing))
+            return self._build
+        return partial(copy_to_meta, self.on_meta())
 
     @property
     def _corruption(self) -> SpanCorruption | None:
@@ -94,21 +92,17 @@ class ModelSource:
                 f"{self.max_sequence} or less instead of {sequence}"
             )
 
-    def on_meta(self, activation_checkpointing: bool) -> PreTrainedModel:
+    def on_meta(self) -> PreTrainedModel:
         """Return the model with its parameters on the meta device."""
         with parameters_on_meta():
-            return self._build(activation_checkpointing)
+            return self._build()
 
-    def _build(self, activation_checkpointing: bool) -> PreTrainedModel:
+    def _build(self) -> PreTrainedModel:
         with_encoder = self.config.is_encoder_decoder
         model = build_model(self.config, AutoModelForSeq2SeqLM if with_encoder else AutoModelForCausalLM)
         if model.loss_type is None and not with_encoder:
             # The library's own default, set here because it would warn.
             model.loss_type = "ForCausalLM"
-        if activation_checkpointing:
-            # Renamed in transformers 5.23.
-            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-            enable({"use_reentrant": False})
         return model
 
 

@@ -106,7 +106,7 @@ def language_model(
 
     @cache
     def made() -> Build:
-        base = source.to_meta(activation_checkpointing=False)
+        base = source.to_meta()
         return base if adapters is None else adapted(base, adapters, getattr(torch, COMPUTE_DTYPES[precision]))
 
     def step(batch: int) -> Step:
