@@ -1,6 +1,6 @@
 """Steps whose activations are kept, recomputed or offloaded on a CPU, with a quarter of the memory that keeping takes.
 
-python benchmarks/activations.py [--model gpt2-124m] [--batch 4] [--sequence 512] [--rounds 5]
+python benchmarks/activations.py [--model gpt2-124m] [--batch 4] [--sequence 512] [--rounds 3]
 The device budget of an engine that does not keep all activations has a quarter of the bytes that these take, beside the
 parameters and what a step needs without them; one for which that is too little has as much as it needs. Model data fits
 in every budget, so that only activations differ. Steps of all sides alternate.
@@ -26,7 +26,7 @@ WAYS: dict[str, dict[str, Any]] = {
 def engine_of(given: Any, device_bytes: int, **way: Any) -> ps.Engine:
     torch.manual_seed(0)
     config = ps.Config(
-        device="cpu", precision="fp32", device_memory=device_bytes, host_memory="12GiB", tiled_loss=True, **way
+        device="cpu", precision="fp32", device_memory=device_bytes, host_memory="4GiB", tiled_loss=True, **way
     )
     engine, _ = ps.initialize(lambda: gpt(given.model), config)
     return engine
@@ -39,9 +39,9 @@ def peak_bytes(engine: ps.Engine, ids: torch.Tensor) -> int:
 
 
 def main() -> None:
-    given = options(__doc__, model="gpt2-124m", batch=4, sequence=512, rounds=5)
+    given = options(__doc__, model="gpt2-124m", batch=4, sequence=512, rounds=3)
     ids = tokens(given.model, given.batch, given.sequence, seed=0)
-    ample = 16 << 30
+    ample = 8 << 30
     peaks = {}
     for name, way in WAYS.items():
         with engine_of(given, ample, **way) as engine:
