@@ -64,7 +64,7 @@ def test_a_run_learns_logs_and_sums_up() -> None:
 
     assert summary["kind"] == "summary"
     assert (summary["steps"], summary["interrupted"]) == (8, False)
-    model = find_model("model.json")._build(False)
+    model = find_model("model.json")._build()
     assert summary["parameters"] == sum(parameter.numel() for parameter in model.parameters())
     assert summary["model_data_bytes"] >= 14 * summary["parameters"]
     assert summary["loss_first"] == pytest.approx(sum(losses()[:3]) / 3)
