@@ -30,10 +30,7 @@ def recomputed_layers(model: nn.Module, share: float) -> list[tuple[nn.Module, b
     Raises:
         ConfigError: The model has no such layers.
     """
-    transformers: Any = sys.modules.get("transformers.modeling_layers")
-    known = () if transformers is None else transformers.GradientCheckpointingLayer
-    layers = [module for module in model.modules() if isinstance(module, known)]
-    if not layers:
+    if not (layers := _layers(model)):
         raise ConfigError(
             f"activation_checkpointing={share:g}: {type(model).__name__} has no layers of transformers that can be "
             f"recomputed; call torch.utils.checkpoint.checkpoint in its forward, and leave the option out"
@@ -44,18 +41,21 @@ def recomputed_layers(model: nn.Module, share: float) -> list[tuple[nn.Module, b
 
 def can_recompute(model: nn.Module) -> bool:
     """Return whether a model has layers that can be recomputed, and none that is by now."""
-    try:
-        layers = recomputed_layers(model, 1.0)
-    except ConfigError:
-        return False
-    return not any(layer.gradient_checkpointing for layer, _ in layers)
+    layers = _layers(model)
+    return bool(layers) and not any(layer.gradient_checkpointing for layer in layers)
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    transformers: Any = sys.modules.get("transformers.modeling_layers")
+    known = () if transformers is None else transformers.GradientCheckpointingLayer
+    return [module for module in model.modules() if isinstance(module, known)]
 
 
 def recompute(model: nn.Module, share: float, hooks: ModuleHooks) -> None:
     """Recompute the first layers of a model and store the activations of the others, until the hooks are removed."""
-    layers = dict(recomputed_layers(model, share))
+    layers, call = dict(recomputed_layers(model, share)), partial(checkpoint, use_reentrant=False)
+    around = any(layers.values())
     for module in model.modules():
         if hasattr(module, "gradient_checkpointing"):
-            recomputed = layers.get(module, any(layers.values()))
-            hooks.replace_attribute(module, "gradient_checkpointing", recomputed)
-            hooks.replace_attribute(module, "_gradient_checkpointing_func", partial(checkpoint, use_reentrant=False))
+            hooks.replace_attribute(module, "gradient_checkpointing", layers.get(module, around))
+            hooks.replace_attribute(module, "_gradient_checkpointing_func", call)

@@ -85,7 +85,7 @@ def traced_workloads(
     """Return a function from (batch, checkpointing) to the workload of one dry-run step.
 
     Args:
-        build: Builds the model on meta.
+        build: Builds the model; called on the meta device.
         step_of: Returns a step over a batch of the given number of sequences.
         tokens_of: Returns the number of tokens in such a batch.
         machine: Decides by its type which attention kernels are used.

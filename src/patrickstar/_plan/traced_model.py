@@ -45,7 +45,7 @@ class TracedModel:
     """Model that dry runs train.
 
     Attributes:
-        build: Builds the model on meta.
+        build: Builds the model; called on the meta device.
         step: Returns a training step over a batch of the given number of sequences.
         row_tokens: Tokens of a sequence.
         name: Name of the model.
