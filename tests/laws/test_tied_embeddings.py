@@ -4,11 +4,13 @@ from functools import partial
 
 import pytest
 import torch
-from seeded import compared, engine_of
+from seeded import compared, engine_of, run_step
+from simulated_machines import DESKTOP
 from torch.utils.checkpoint import checkpoint
 from toys import layers, mean_square, module, train
 
 import patrickstar as ps
+from patrickstar._dry_run.simulation import simulate
 
 from .models import config
 
@@ -30,12 +32,12 @@ def encoder_and_decoder(m, ids):
     return m.head(hidden) + m.head(hidden.tanh())
 
 
-def tied(forward, padding_idx=None):
+def tied(forward, padding_idx=None, words=WORDS, width=WIDTH, depth=12):
     build = module(
         forward,
-        words=lambda: torch.nn.Embedding(WORDS, WIDTH, padding_idx),
-        layers=lambda: layers(WIDTH, 12, torch.nn.Tanh),
-        head=lambda: torch.nn.Linear(WIDTH, WORDS, bias=False),
+        words=lambda: torch.nn.Embedding(words, width, padding_idx),
+        layers=lambda: layers(width, depth, torch.nn.Tanh),
+        head=lambda: torch.nn.Linear(width, words, bias=False),
     )
 
     def build_tied():
@@ -77,6 +79,23 @@ def test_a_step_fetches_the_weight_once():
 def test_a_weight_that_fits_is_looked_up_on_the_device():
     with compared(tied(language_model), config("fp32", 4096), lambda trainer: train(trainer, words(5))) as engine:
         assert lookup_tier(engine) == "device"
+
+
+def test_a_weight_that_is_updated_on_the_device_is_looked_up_there():
+    """With budgets of 2.5, 3.3 and 4.5 GB: its states are on the host; on the device; and so are those of all others."""
+    found = []
+
+    def step(engine):
+        run_step(engine, (torch.zeros(2, 3, dtype=torch.int64, device="meta"),))
+        found[-1:] = [(lookup_tier(engine), engine.stats.last.h2d_bytes)]
+
+    for megabytes in (2500, 3300, 4500):
+        found.append(())
+        options = config("bf16", "auto", device_memory=megabytes * 10**6, host_memory=10**10)
+        simulate(ps.Engine, tied(language_model, None, 128_000, 1024, 100), options, step, DESKTOP)
+    (first, most), (second, some), (third, none) = found
+    assert (first, second, third) == ("host", "device", "device")
+    assert none == 0 < some < most
 
 
 def test_hooks_and_graphs_of_gradients_alone():

@@ -125,18 +125,19 @@ def test_where_chunks_begin_by_hand_if_there_is_a_disk():
     assert initial_placement(chunks, Budgets(128, room, 6 * 4096 - 1)) is None
 
 
-@given(chunk_lists, nbytes, st.booleans())
-def test_placed_chunks_fit_into_the_margin_and_no_other_would_have(chunks, chunkable, accumulates):
-    placed = module.margin_chunks(chunks, chunkable, accumulates=accumulates)
+@given(chunk_lists, nbytes, st.booleans(), st.sets(st.integers(0, 3)))
+def test_placed_chunks_fit_into_the_margin_and_no_other_would_have(chunks, chunkable, accumulates, on_host):
+    placed = module.margin_chunks(chunks, chunkable, accumulates=accumulates, on_host=on_host)
     margin = chunkable - sum(c.compute_bytes for c in chunks)
     assert placed == sorted(set(placed))
     for c in chunks:
         needed = c.optimizer_bytes + (4 * c.numel if accumulates else 0)
         if c.index in placed:
             assert c.schema.trained
+            assert c.index not in on_host
             margin -= needed
             assert margin >= 0
-        elif c.schema.trained:
+        elif c.schema.trained and c.index not in on_host:
             assert needed > margin, f"{c} would have fitted"
 
 

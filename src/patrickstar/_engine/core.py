@@ -250,7 +250,7 @@ class EngineCore:
             self.sharing.close_step(() if overflow else groups, late=self.optimizer_step.is_late)
             self.gradients.drop()
             self.optimizer_step.end_step(() if overflow else param_groups)
-            self.data.place_embeddings()
+            self.data.place_embeddings(self.optimizer_step.tiers.home)
         if self.data.end_step():
             self.optimizer_placement.replan(self.layout)
         self.scaler.update(overflow)

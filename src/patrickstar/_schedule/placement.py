@@ -164,9 +164,12 @@ def margin_chunks(
     *,
     gathered_bytes: int | None = None,
     bound_to_device: Collection[int] = (),
+    on_host: Collection[int] = (),
     accumulates: bool = False,
 ) -> list[int]:
     """Return the indices whose optimizer chunks are placed on the device: `bound_to_device`, then others in list order.
+
+    Those of `on_host` are not, unless they are bound.
 
     The margin is the part of `chunkable_bytes` (budget minus peak non-model data and workspace of the update) that
     remains when all of `param16` is on the device; of chunks that are sharded only `gathered_bytes`. If that does not
@@ -182,7 +185,8 @@ def margin_chunks(
             nbytes += chunk.own_numel * chunk.schema.compute.itemsize
         if accumulates:
             nbytes += chunk.nbytes(ITEMSIZE[chunk.schema.master_dtype])
-        if chunk.schema.trained and (chunk.index in bound_to_device or nbytes <= margin):
+        fits = chunk.index not in on_host and nbytes <= margin
+        if chunk.schema.trained and (chunk.index in bound_to_device or fits):
             placed.append(chunk.index)
             margin -= nbytes
     return placed
