@@ -82,7 +82,7 @@ def test_a_weight_that_fits_is_looked_up_on_the_device():
 
 
 def test_a_weight_that_is_updated_on_the_device_is_looked_up_there():
-    """With budgets of 2.5, 3.3 and 4.5 GB: its states are on the host; on the device; and so are those of all others."""
+    """Its states are on the host with 2.5 GB, on the device with 3.3 GB; with 4.5 GB all are."""
     found = []
 
     def step(engine):
