@@ -119,9 +119,11 @@ class Config(Options):
     """When updates take effect. Default None: before the next forward reads a parameter, so that results are those of
     plain PyTorch. `Delayed()`: one step later, so that nothing waits for them. `LockFree()`: as soon as the disk has
     delivered their states."""
-    activation_checkpointing: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Share of the layers of a model of transformers, the first ones, that are computed again in backward in place of
-    storing their activations: 0.5, or True for all. Default None: as the model is set."""
+    activation_checkpointing: Annotated[float, Field(ge=0, le=1)] | Literal["products"] | None = None
+    """Share of the layers of a model of transformers, the first ones, that store their input alone and are computed
+    again in backward: 0.5, or True for all. The others store what their matrix products and their attention return, and
+    compute the rest again; with "products" all do. 0 or False: all activations are stored. Default None: as the model
+    is set."""
     activation_offload: bool = False
     """Keep saved activations on the host between forward and backward. Default False."""
     tiled_loss: bool = False
@@ -145,7 +147,7 @@ class Config(Options):
             keep_fp32: Sequence[str] = ...,
             optimizer: Optimizer | Mapping[str, Any] | Callable[..., torch.optim.Optimizer] = ...,
             update: Delayed | LockFree | Mapping[str, Any] | None = ...,
-            activation_checkpointing: float | None = ...,
+            activation_checkpointing: float | Literal["products"] | None = ...,
             activation_offload: bool = ...,
             tiled_loss: bool = ...,
             reduce_dtype: Literal["16-bit", "fp32"] = ...,

@@ -28,12 +28,15 @@ def test_parameters_are_those_published(name):
     assert OPEN_MODELS[name].decoder().numel == OPEN_MODELS[name].params
 
 
-@pytest.mark.long("four traces of models of transformers")
+@pytest.mark.long("five traces of models of transformers")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize(
     ("name", "adapters", "checkpointing"),
     [
         ("llama-3.2-1b", None, True),
+        ("llama-3.2-1b", None, "products"),
+        pytest.param("llama-3.2-1b", LORA, "products", marks=pytest.mark.slow),
+        pytest.param("qwen3-0.6b", QLORA, "products", marks=pytest.mark.slow),
         pytest.param("llama-3-8b", None, False, marks=pytest.mark.slow),
         pytest.param("llama-3.2-1b", LORA, False, marks=pytest.mark.slow),
         ("qwen2.5-0.5b", LORA, True),

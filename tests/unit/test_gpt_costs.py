@@ -48,7 +48,7 @@ def test_activations_are_proportional_to_the_batch(gpt, batch):
     assert (gpt.logit_bytes(batch) > 0) == gpt.head
 
 
-@pytest.mark.parametrize(("batch", "checkpointing"), [(1, False), (4, True)])
+@pytest.mark.parametrize(("batch", "checkpointing"), [(1, False), (4, True), (4, "products")])
 def test_formulas_of_time_are_the_trace(batch, checkpointing):
     preset, machine = Preset(2, 1024, heads=16, vocab=5000, sequence=512), find_machine("8xV100-32GB")
     traced = _traced_preset("a GPT", preset).workloads(machine)(batch, checkpointing)

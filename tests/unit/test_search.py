@@ -7,8 +7,7 @@ import pytest
 from patrickstar._models.open_models import OPEN_MODELS
 from patrickstar._perf_model.machine_parts import machine_of_parts
 from patrickstar._perf_model.mesh import Mesh
-from patrickstar._perf_model.perf_model import ALL_OR_NONE
-from patrickstar._perf_model.workload import of_shares
+from patrickstar._perf_model.workload import PRODUCTS_ONLY, RECOMPUTED, of_shares
 from patrickstar._plan.planned_model import PlannedModel
 from patrickstar._plan.search import Search
 from patrickstar.errors import BudgetError
@@ -24,7 +23,7 @@ def whole(batch, checkpointing, mesh):
 workload = of_shares(whole)
 
 
-def searched(step_s, memory, checkpointing=ALL_OR_NONE):
+def searched(step_s, memory, checkpointing=RECOMPUTED):
     """Return the share that is planned, and those that were run: in `step_s`, or refused if they have no time."""
     ran = []
 
@@ -44,16 +43,23 @@ def searched(step_s, memory, checkpointing=ALL_OR_NONE):
     return best.workload.checkpointing, ran
 
 
-NONE, HALF, ALL = (workload(4, share, Mesh()).device_bytes for share in (0.0, 0.5, 1.0))
-BETWEEN = (HALF + NONE) // 2 + (2 << 30)
-"""Memory in which a step fits that recomputes half of the layers, beside the margin, but none that stores all."""
+def between(less, more):
+    """Return memory in which a step fits that recomputes one share of the layers, but none with another share."""
+    first, second = (workload(4, share, Mesh()).device_bytes for share in (less, more))
+    return (first + second) // 2 + (2 << 30)
 
 
 @pytest.mark.parametrize(
     ("step_s", "planned"), [({1.0: 3.0, 0.5: 2.5}, 0.5), ({1.0: 3.0, 0.5: 3.5}, 1.0), ({1.0: 3.0}, 1.0)]
 )
 def test_a_share_is_planned_if_its_dry_run_is_faster(step_s, planned):
-    assert searched(step_s, BETWEEN) == (planned, [1.0, 0.5] if 0.5 in step_s else [1.0, 0.5, 0.75])
+    ran = [1.0, 0.5] if 0.5 in step_s else [1.0, 0.5, 0.75]
+    assert searched(step_s, between(0.5, PRODUCTS_ONLY)) == (planned, ran)
+
+
+def test_a_share_is_tried_beside_products_alone():
+    step_s = {PRODUCTS_ONLY: 2.0, 0.5: 1.5, 1.0: 3.0}
+    assert searched(step_s, between(PRODUCTS_ONLY, 0.0)) == (0.5, [PRODUCTS_ONLY, 0.5])
 
 
 def test_a_share_that_is_given_is_run_alone():
@@ -67,13 +73,14 @@ def test_no_share_is_tried_if_everything_is_stored():
 
 def test_a_refused_step_is_replaced_by_one_that_needs_less_memory():
     share, ran = searched({1.0: 2.0, 0.5: 3.0}, 80 << 30)
-    assert (share, ran) == (1.0, [0.0, 1.0, 0.5])
+    assert (share, ran) == (1.0, [0.0, PRODUCTS_ONLY, 1.0, 0.5])
 
 
-def test_shares_lie_between_none_and_all():
-    none, half, every = (workload(4, share, Mesh()) for share in (0.0, 0.5, 1.0))
-    assert (none, every) == (whole(4, False, Mesh()), whole(4, True, Mesh()))
-    for name in ("operations", "other_bytes", "device_bytes"):
+def test_shares_lie_between_products_and_all():
+    none, half, every = (workload(4, share, Mesh()) for share in (PRODUCTS_ONLY, 0.5, 1.0))
+    assert workload(4, 0.0, Mesh()) == whole(4, False, Mesh()) and every == whole(4, True, Mesh())
+    assert none.device_bytes == whole(4, "products", Mesh()).device_bytes
+    for name in ("operations", "device_bytes"):
         low, middle, high = sorted(getattr(each, name) for each in (none, half, every))
         assert getattr(half, name) == middle and low < middle < high
         assert abs(2 * middle - low - high) <= 2

@@ -2,41 +2,41 @@
 
 import sys
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from patrickstar._autograd.module_hooks import ModuleHooks
+from patrickstar._autograd.selective_checkpoint import selective_contexts
 from patrickstar.errors import ConfigError
 
 # [Note: recomputed layers]
-# A layer that is recomputed stores its input alone, and takes a third more computation. Stored activations of the last
-# layers are freed first in backward, before the first layers are recomputed, so that a layer's activations at a time
-# come beside those of no other. Hence the first layers are recomputed, and the last ones stored, as with Megatron's
-# `--recompute-method block`.
+# A layer that is recomputed in whole stores its input alone, and takes a third more computation. One that stores what
+# its products return takes a third of its memory without recomputation, and its norms, activations and sums again. A
+# byte for products saves four times the computation of a further byte that stores all. So with a share, each layer
+# does the one or the other.
+#
+# What the last layers store is freed first in backward, before the first layers are recomputed, so that a layer's
+# activations at a time come beside those of no other. Hence the first layers are recomputed in whole, as with
+# Megatron's `--recompute-method block`.
 #
 # Modules around the layers have the same switch: if it is on, they store no keys and values in a cache, which layers
 # that are recomputed would add to a second time.
 
 
-def recomputed_layers(model: nn.Module, share: float) -> list[tuple[nn.Module, bool]]:
-    """Return the layers that can be recomputed, in their order, and whether they are.
-
-    Args:
-        model: Model of transformers.
-        share: Share of the layers, from 0 to 1, rounded to whole ones.
+def find_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the layers of a model of transformers that can be recomputed, in their order.
 
     Raises:
-        ConfigError: The model has no such layers.
+        ConfigError: The model has none.
     """
     if not (layers := _layers(model)):
         raise ConfigError(
-            f"activation_checkpointing={share:g}: {type(model).__name__} has no layers of transformers that can be "
-            f"recomputed; call torch.utils.checkpoint.checkpoint in its forward, and leave the option out"
+            f"activation_checkpointing: {type(model).__name__} has no layers of transformers that can be recomputed; "
+            f"call torch.utils.checkpoint.checkpoint in its forward, and leave the option out"
         )
-    count = round(share * len(layers))
-    return [(layer, number < count) for number, layer in enumerate(layers)]
+    return layers
 
 
 def can_recompute(model: nn.Module) -> bool:
@@ -51,11 +51,21 @@ def _layers(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if isinstance(module, known)]
 
 
-def recompute(model: nn.Module, share: float, hooks: ModuleHooks) -> None:
-    """Recompute the first layers of a model and store the activations of the others, until the hooks are removed."""
-    layers, call = dict(recomputed_layers(model, share)), partial(checkpoint, use_reentrant=False)
-    around = any(layers.values())
+def recompute(model: nn.Module, share: float | Literal["products"], hooks: ModuleHooks) -> None:
+    """Recompute the layers of a model until the hooks are removed.
+
+    Args:
+        model: Model of transformers.
+        share: Share of the layers, the first ones, that are recomputed in whole, rounded to whole layers; the others
+            store what their products return, as all do with "products". 0: all activations are stored.
+        hooks: Hooks of the engine.
+    """
+    layers = find_layers(model)
+    in_whole = partial(checkpoint, use_reentrant=False)
+    selectively = partial(in_whole, context_fn=selective_contexts)
+    others = set(layers if share == "products" else layers[round(share * len(layers)) :])
     for module in model.modules():
         if hasattr(module, "gradient_checkpointing"):
-            hooks.replace_attribute(module, "gradient_checkpointing", layers.get(module, around))
+            hooks.replace_attribute(module, "gradient_checkpointing", bool(share))
+            call = selectively if module in others else in_whole
             hooks.replace_attribute(module, "_gradient_checkpointing_func", call)

@@ -101,8 +101,8 @@ def train(
         ),
     ] = False,
     checkpointing_share: Annotated[
-        float | None,
-        typer.Option(min=0, max=1, help="Share of the layers, the first ones, to recompute. Default: all or none."),
+        str | None,
+        typer.Option(help="Share of the layers to recompute in whole, or 'products' to keep results of products."),
     ] = None,
     activation_offload: Annotated[
         bool,

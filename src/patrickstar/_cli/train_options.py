@@ -29,7 +29,7 @@ class TrainOptions:
     disk_capacity: str | None
     chunk_size: str
     activation_checkpointing: bool
-    checkpointing_share: float | None
+    checkpointing_share: str | None
     activation_offload: bool
     tiled_loss: bool
     delay_from: int | None

@@ -1,5 +1,7 @@
 """Configuration of a training run, from its options."""
 
+from typing import Literal
+
 import patrickstar as ps
 from patrickstar._cli.train_options import TrainOptions
 from patrickstar._step.update_log import LoggedRun
@@ -23,10 +25,21 @@ def training_config(options: TrainOptions) -> ps.Config:
     )
 
 
-def _recomputed_share(options: TrainOptions) -> float | None:
-    if options.checkpointing_share is not None:
-        return options.checkpointing_share
-    return 1.0 if options.activation_checkpointing else None
+def _recomputed_share(options: TrainOptions) -> float | Literal["products"] | None:
+    share = options.checkpointing_share
+    if share is None:
+        return 1.0 if options.activation_checkpointing else None
+    if options.activation_checkpointing:
+        raise ConfigError(
+            f"--checkpointing-share {share} and --activation-checkpointing, which recomputes all layers, exclude each "
+            f"other"
+        )
+    if share == "products":
+        return "products"
+    try:
+        return float(share)
+    except ValueError:
+        raise ConfigError(f"--checkpointing-share {share!r} is neither a share of the layers nor 'products'") from None
 
 
 def _disk(options: TrainOptions) -> ps.Disk | None:

@@ -13,7 +13,8 @@ from patrickstar._dry_run.simulated_kernels import limited_by_traffic, roofline
 from patrickstar._dry_run.simulation import QUANT_STATE, EngineFactory, Step, constants_bytes, on_meta, simulate
 from patrickstar._layout.chunk_mapping import Layout
 from patrickstar._perf_model.machine_spec import Machine
-from patrickstar._perf_model.workload import Workload
+from patrickstar._perf_model.transformer_shape import Checkpointing
+from patrickstar._perf_model.workload import PRODUCTS_ONLY, Workload
 from patrickstar._schedule.trace import Trace
 from patrickstar.config import Config
 
@@ -81,7 +82,7 @@ def traced_workloads(
     tokens_of: Callable[[int], int],
     machine: Machine,
     tiled_loss: bool = False,
-) -> Callable[[int, bool], Workload]:
+) -> Callable[[int, Checkpointing], Workload]:
     """Return a function from (batch, checkpointing) to the workload of one dry-run step.
 
     Args:
@@ -96,7 +97,7 @@ def traced_workloads(
     """
 
     @cache
-    def workload(batch: int, checkpointing: bool) -> Workload:
+    def workload(batch: int, checkpointing: Checkpointing) -> Workload:
         counter = _OpCounter(machine)
         engines: list[Any] = []
         step = step_of(batch)
@@ -122,7 +123,7 @@ def traced_workloads(
             device_memory=AMPLE_BYTES_PER_PARAM * numel + AMPLE_ACTIVATION_BYTES,
             host_memory=AMPLE_BYTES_PER_PARAM * (numel + largest),
             chunk_size=largest,
-            activation_checkpointing=1.0 if checkpointing else None,
+            activation_checkpointing=checkpointing or None,
             tiled_loss=tiled_loss,
         )
         report = simulate(make_engine, model, config, recorded_step, machine, counter, steps=1)
@@ -136,7 +137,7 @@ def traced_workloads(
             params=trained_params,
             batch=batch,
             tokens=tokens_of(batch),
-            checkpointing=float(checkpointing),
+            checkpointing=PRODUCTS_ONLY if checkpointing == "products" else float(checkpointing),
             operations=counter.operations,
             matrix_size=max(1, round(size)),
             non_model_bytes=report.trace.peak_non_model_bytes + outside_bytes,

@@ -9,7 +9,7 @@ from torch import nn
 
 from patrickstar._autograd.interceptor import Interceptor
 from patrickstar._autograd.module_hooks import ModuleHooks
-from patrickstar._autograd.recomputed_layers import recompute, recomputed_layers
+from patrickstar._autograd.recomputed_layers import find_layers, recompute
 from patrickstar._autograd.uncomputed_logits import tiled_output
 from patrickstar._checkpoint.module_save_pretrained import save_in_full_precision
 from patrickstar._chunks.chunk_manager import ChunkManager
@@ -107,7 +107,7 @@ def param_specs(
     if config.tiled_loss:  # refused before memory is used
         tiled_output(model)
     if config.activation_checkpointing is not None:
-        recomputed_layers(model, config.activation_checkpointing)
+        find_layers(model)
     optimizer = config.optimizer
     if shardings and optimizer.updates_together:
         raise ConfigError(

@@ -78,13 +78,13 @@ class ModelData:
             timeline.moment(self.manager.cache.now, chunks)
             timeline.non_model_bytes(self.manager.device_tier.non_model_bytes, settled=False)
 
-    def place_embeddings(self, homes: Mapping[int, Tier]) -> None:
+    def place_embeddings(self, tier_of: Mapping[int, Tier]) -> None:
         """Switch embeddings to host lookups if the last step transferred more weight bytes than lookup output bytes.
 
         Each switch invalidates the traces. What is updated on the device is not transferred in later steps.
 
         Args:
-            homes: Tiers of optimizer states, by their index.
+            tier_of: Tiers of optimizer states, by their index.
         """
         for managed in [each for each in self.shards.managed_params if each.embedding]:
             chunk = managed.chunk
@@ -94,7 +94,7 @@ class ModelData:
                 nbytes = chunk.fetched_bytes - chunk.nbytes if alone else 0
             saves_transfers = embedding_runs_on_host(nbytes, managed.lookup_bytes)
             has_room = chunk.host_bytes > 0 or self.manager.host_tier.has_room(chunk.nbytes)
-            if not managed.on_host and saves_transfers and has_room and not self._stays_on_device(chunk, homes):
+            if not managed.on_host and saves_transfers and has_room and not self._stays_on_device(chunk, tier_of):
                 self.manager.move_to_tier(managed.chunk, Tier.HOST)
                 managed.on_host = True
                 self.tracer.invalidate()
@@ -102,12 +102,12 @@ class ModelData:
                 self.shards.set_param_views([managed.chunk])
             chunk.transferred_bytes = chunk.fetched_bytes = managed.lookup_bytes = 0
 
-    def _stays_on_device(self, chunk: Chunk, homes: Mapping[int, Tier]) -> bool:
+    def _stays_on_device(self, chunk: Chunk, tier_of: Mapping[int, Tier]) -> bool:
         """Return whether a chunk's states are on the device, or all model data fits beside the non-model data."""
         if self.manager.cache.evict_everything:
             return False
         nbytes = sum(each.nbytes for each in self.manager.chunks.values()) + self.tracer.non_model_peak
-        return homes.get(chunk.index) is Tier.DEVICE or nbytes <= self.manager.device_tier.budget_bytes
+        return tier_of.get(chunk.index) is Tier.DEVICE or nbytes <= self.manager.device_tier.budget_bytes
 
     def move_embedding_to_device(self, managed: ManagedParam) -> None:
         """Disable host lookups of an embedding, as another operator reads its weight; one that is tied has a copy."""

@@ -7,8 +7,8 @@ A test compares both. Bytes of activations and of element-wise operators are tho
 from dataclasses import dataclass
 
 from patrickstar._perf_model.adapters import Adapters
-from patrickstar._perf_model.transformer_shape import HALF, SINGLE
-from patrickstar._perf_model.workload import Workload
+from patrickstar._perf_model.transformer_shape import HALF, SINGLE, Checkpointing
+from patrickstar._perf_model.workload import PRODUCTS_ONLY, Workload
 
 LOGIT_BYTES = 12
 """Bytes per logit at the loss: in 16 bits, in fp32, their log-softmax, and half of its gradient."""
@@ -81,7 +81,7 @@ class Decoder:
         """Return the number of parameters of the adapters."""
         return self.layers * sum(rank * (inputs + outputs) for inputs, outputs in self.linears)
 
-    def workload(self, batch: int, sequence: int, checkpointing: bool, adapters: Adapters | None) -> Workload:
+    def workload(self, batch: int, sequence: int, checkpointing: Checkpointing, adapters: Adapters | None) -> Workload:
         """Return the workload of a step of one process, with fused attention."""
         tokens = batch * sequence
         products, thin, size = self._products(tokens, checkpointing, adapters)
@@ -94,34 +94,38 @@ class Decoder:
             params=self.numel if adapters is None else self.adapter_numel(adapters.rank),
             batch=batch,
             tokens=tokens,
-            checkpointing=checkpointing,
+            checkpointing=PRODUCTS_ONLY if checkpointing == "products" else checkpointing,
             # Forward, two and a half times as much in backward, and forward again if it is recomputed.
-            operations=products + thin + self.layers * attention * (4.5 if checkpointing else 3.5),
+            operations=products + thin + self.layers * attention * (4.5 if checkpointing is True else 3.5),
             matrix_size=max(1, round(size)),
             non_model_bytes=self._non_model_bytes(tokens, checkpointing, adapters),
             working_bytes=HALF * (self.vocab * self.hidden + self.layer_numel),
             param_bytes=HALF if adapters is None else SINGLE,
             frozen_params=frozen,
             frozen_bytes=HALF * (frozen - linears) + packed_bytes if packed else HALF * frozen,
-            other_bytes=self._other_bytes(tokens, checkpointing, adapters),
+            other_bytes=self._other_bytes(tokens, bool(checkpointing), adapters),
             thin_operations=thin,
             peak_working_bytes=HALF * self.vocab * self.hidden,  # of the head: the loss has the peak
         )
 
-    def _products(self, tokens: int, checkpointing: bool, adapters: Adapters | None) -> tuple[float, float, float]:
+    def _products(
+        self, tokens: int, checkpointing: Checkpointing, adapters: Adapters | None
+    ) -> tuple[float, float, float]:
         """Return the operations of products with the base and with adapters, and the mean smallest side of the former.
 
         A trained weight takes part in three products: of forward, of the gradient of its input and of its own. A frozen
-        one has no gradient, and takes part in two. Recomputation repeats those of forward. The products of adapters are
-        thin: they take the time of their traffic, whatever their sides.
+        one has no gradient, and takes part in two. Recomputation repeats those of forward, unless they are stored, as
+        those of packed weights never are. The products of adapters are thin: they take the time of their traffic,
+        whatever their sides.
         """
-        again = 1 if checkpointing else 0
-        base = (3 if adapters is None else 2) + again
+        again = checkpointing is True
+        packed = adapters is not None and adapters.quantized
+        base = (3 if adapters is None else 2) + (again or (packed and bool(checkpointing)))
         found = [
             (self.layers * base * 2 * tokens * inputs * outputs, min(tokens, inputs, outputs))
             for inputs, outputs in self.linears
         ]
-        if adapters is None and checkpointing and not self.expert_numel:
+        if adapters is None and again and not self.expert_numel:
             inputs, outputs = self.linears[-1]  # nothing needs its output again
             found.append((-self.layers * 2 * tokens * inputs * outputs, min(tokens, inputs, outputs)))
         if self.expert_numel:
@@ -153,14 +157,28 @@ class Decoder:
             saved += SINGLE * sum(inputs + adapters.rank for inputs, _ in self.linears)
         return saved
 
-    def _non_model_bytes(self, tokens: int, checkpointing: bool, adapters: Adapters | None) -> int:
+    def _product_bytes(self, adapters: Adapters | None) -> int:
+        """Return the bytes per token that products and attention of a layer return, and the input of the layer."""
+        outputs = sum(outputs for _, outputs in self.linears)
+        returned = HALF * (self.hidden + self.heads * self.head_dim)
+        if adapters is None or not adapters.quantized:
+            returned += HALF * outputs
+        if self.expert_numel:
+            returned += HALF * self.top_k * (2 * self.ffn + self.hidden)
+        if adapters is not None:
+            returned += SINGLE * (outputs + len(self.linears) * adapters.rank)
+        return returned
+
+    def _non_model_bytes(self, tokens: int, checkpointing: Checkpointing, adapters: Adapters | None) -> int:
         layer = tokens * self._saved_bytes(adapters)
-        saved = self.layers * (HALF * tokens * self.hidden if checkpointing else layer)
+        stored = {False: layer, True: HALF * tokens * self.hidden, "products": tokens * self._product_bytes(adapters)}
+        saved = self.layers * stored[checkpointing]
         hidden = tokens * self.hidden * (2 if adapters is None else 1) * SINGLE
         logits = tokens * self.vocab * (LOGIT_BYTES + (CAPPED_BYTES if self.capped else 0))
         at_loss = saved + logits + hidden
         gradient = HALF * (self.expert_numel * self.experts or self.ffn * self.hidden) if adapters is None else 0
-        in_layer = saved + (layer if checkpointing else 0) + 7 * self.top_k * self.ffn * tokens + gradient
+        again = layer - (stored["products"] if checkpointing == "products" else 0) if checkpointing else 0
+        in_layer = saved + again + 7 * self.top_k * self.ffn * tokens + gradient
         at_head = 0
         if adapters is None:  # the head's gradient, or of a tied one also the embedding's and their sum
             gradients = (3 if self.tied else 1) * HALF * self.vocab * self.hidden

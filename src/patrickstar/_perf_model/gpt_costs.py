@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from patrickstar._perf_model.experts import Experts, FeedForward
-from patrickstar._perf_model.transformer_shape import HALF, TransformerShape
+from patrickstar._perf_model.transformer_shape import HALF, Checkpointing, TransformerShape
 
 SAVED_BYTES_PER_HIDDEN = 34
 """Bytes that one layer saves for backward per token and hidden unit, without attention scores (Korthikanti et al. 2022,
@@ -71,10 +71,15 @@ class Gpt(TransformerShape):
         """Return the bytes of the 16-bit checkpointed inputs of all layers."""
         return self.layers * batch * self.sequence * self.hidden * HALF
 
-    def activation_bytes(self, batch: int, checkpointing: bool, tp: int = 1, expert_bytes: float = 0) -> float:
+    def product_bytes(self, batch: int, tp: int = 1) -> float:
+        """Return the bytes that products and attention of a layer without experts return."""
+        return HALF * batch * self.sequence * self.hidden * ((3 + 1 + 4) / tp + 2)
+
+    def activation_bytes(self, batch: int, checkpointing: Checkpointing, tp: int = 1, expert_bytes: float = 0) -> float:
         unit = batch * self.sequence * self.hidden
         layer = unit * (SAVED_BYTES_PER_HIDDEN - DIVIDED_SAVED_BYTES + DIVIDED_SAVED_BYTES / tp)
         instead = expert_bytes - batch * self.sequence * self.feed_forward.saved_bytes(tp)
         if checkpointing:
-            return self.checkpoint_bytes(batch) + layer + (max(0.0, instead) if self.expert_layers else 0)
+            stored = (self.layers - 1) * self.product_bytes(batch, tp) if checkpointing == "products" else 0
+            return self.checkpoint_bytes(batch) + stored + layer + (max(0.0, instead) if self.expert_layers else 0)
         return self.layers * layer + self.expert_layers * instead

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from patrickstar._perf_model.experts import Experts, FeedForward
-from patrickstar._perf_model.transformer_shape import HALF, TransformerShape
+from patrickstar._perf_model.transformer_shape import HALF, Checkpointing, TransformerShape
 
 POSITION_BUCKETS = 32
 """Relative positions that have a bias of their own per head and stack (Raffel et al. 2020, section 2.1)."""
@@ -89,9 +89,15 @@ class T5(TransformerShape):
         norm = tokens * self.hidden * SAVED_BY_NORM
         return attention + ffn + norm, 2 * attention + ffn + norm
 
-    def activation_bytes(self, batch: int, checkpointing: bool, tp: int = 1, expert_bytes: float = 0) -> float:
+    def product_bytes(self, batch: int, tp: int = 1) -> float:
+        """Return the bytes that products and attention of an encoder and a decoder layer without experts return."""
+        attention, network = 4 / tp * self.hidden + self.hidden, self.ffn / tp + self.hidden
+        return HALF * batch * self.sequence * (3 * attention + 2 * network)
+
+    def activation_bytes(self, batch: int, checkpointing: Checkpointing, tp: int = 1, expert_bytes: float = 0) -> float:
         encoder, decoder = self.saved_bytes(batch, tp)
         instead = expert_bytes - batch * self.sequence * self.feed_forward.saved_bytes(tp)
         if checkpointing:
-            return self.checkpoint_bytes(batch) + decoder + (max(0.0, instead) if self.expert_layers else 0)
+            stored = (self.layers - 1) * self.product_bytes(batch, tp) if checkpointing == "products" else 0
+            return self.checkpoint_bytes(batch) + stored + decoder + (max(0.0, instead) if self.expert_layers else 0)
         return self.layers * (encoder + decoder) + self.expert_layers * instead

@@ -1,9 +1,12 @@
 """Shape of a transformer whose costs are computed by formulas: what GPTs and T5s, with or without experts, share."""
 
 from abc import ABC, abstractmethod
+from typing import Literal
 
 from patrickstar._perf_model.experts import Experts, FeedForward
 
+Checkpointing = bool | Literal["products"]
+"""All layers store all activations (False), their input (True), or what their products and their attention return."""
 HALF, SINGLE = 2, 4
 """Bytes of a 16-bit and of a 32-bit number."""
 
@@ -73,7 +76,7 @@ class TransformerShape(ABC):
         """
 
     @abstractmethod
-    def activation_bytes(self, batch: int, checkpointing: bool, tp: int = 1, expert_bytes: float = 0) -> float:
+    def activation_bytes(self, batch: int, checkpointing: Checkpointing, tp: int = 1, expert_bytes: float = 0) -> float:
         """Return the peak of saved activations with fused attention, which saves no scores.
 
         Args:

@@ -3,11 +3,12 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from patrickstar._perf_model.collective_costs import all_reduce_bytes, exchange_bytes
 from patrickstar._perf_model.experts import Experts, expected_maximum
 from patrickstar._perf_model.mesh import ONE_PROCESS, Mesh
-from patrickstar._perf_model.transformer_shape import GRADIENT_TRAFFIC, HALF, SINGLE, TransformerShape
+from patrickstar._perf_model.transformer_shape import GRADIENT_TRAFFIC, HALF, SINGLE, Checkpointing, TransformerShape
 from patrickstar.errors import ConfigError
 
 PARAM_BYTES = 2
@@ -58,7 +59,8 @@ class Workload:
     """Number of sequences."""
     tokens: int
     checkpointing: float
-    """Share of the layers that are recomputed in backward."""
+    """Share of the layers that are recomputed in backward in whole; the others then store what their products return.
+    0: all activations are stored."""
     operations: float
     matrix_size: int
     """Typical smallest side of matrix products; larger products are faster."""
@@ -123,17 +125,36 @@ class Workload:
 
 
 Workloads = Callable[[int, float, Mesh], Workload]
-"""Function from (sequences per process, share of recomputed layers, mesh) to the workload of one process."""
+"""Function from (sequences per process, share of recomputed layers, mesh) to the workload of one process.
+
+With a share above 0, layers that are not recomputed in whole store what their products return; with 0 they store all.
+"""
 
 
-def of_shares(whole: Callable[[int, bool, Mesh], Workload]) -> Workloads:
-    """Return workloads with a share of the layers recomputed, on the line between those with none and with all."""
+PRODUCTS_ONLY = 2.0**-20
+"""Share of recomputed layers that rounds to none: all of them store what their products return."""
+RECOMPUTED = (1.0, PRODUCTS_ONLY, 0.0)
+"""Candidate shares: all layers are recomputed in whole, all store their products, all store everything."""
+
+
+def option_of(share: float) -> float | Literal["products"]:
+    """Return the value of `Config.activation_checkpointing` for a share of recomputed layers."""
+    return "products" if share == PRODUCTS_ONLY else share
+
+
+def of_shares(whole: Callable[[int, Checkpointing, Mesh], Workload]) -> Workloads:
+    """Return workloads with a share of the layers recomputed in whole, while the others store their products.
+
+    They are on the line between those with no and with all layers recomputed in whole.
+    """
 
     def workload(batch: int, share: float, mesh: Mesh) -> Workload:
         recomputed = whole(batch, share > 0, mesh)
         if share in (0, 1):
             return recomputed
-        stored = whole(batch, False, mesh)
+        stored = whole(batch, "products", mesh)
+        if share == PRODUCTS_ONLY:
+            return stored
 
         def between(name: str) -> float:
             least, most = getattr(stored, name), getattr(recomputed, name)
@@ -171,7 +192,7 @@ def on_lines(workloads: Workloads) -> Workloads:
 
 
 def shape_workload(
-    shape: TransformerShape, batch: int, checkpointing: bool = True, mesh: Mesh = ONE_PROCESS
+    shape: TransformerShape, batch: int, checkpointing: Checkpointing = True, mesh: Mesh = ONE_PROCESS
 ) -> Workload:
     """Return the workload of one process for `batch` sequences, with fused attention, which saves no scores.
 
@@ -182,16 +203,16 @@ def shape_workload(
     """
     _check_division(shape, mesh)
     tokens, tp = batch * shape.sequence, mesh.tp
-    experts = _expert_load(shape, tokens, checkpointing, mesh) if shape.expert_layers else None
+    experts = _expert_load(shape, tokens, bool(checkpointing), mesh) if shape.expert_layers else None
     saved_by_experts = _saved_by_experts(shape, tokens, mesh, experts) if experts is not None else 0
-    sums = shape.all_reduces(checkpointing, exchanged=mesh.ep > 1)
+    sums = shape.all_reduces(bool(checkpointing), exchanged=mesh.ep > 1)
     layer_part = shape.layer_part(tp) + (experts.params // shape.expert_layers if experts is not None else 0)
     return Workload(
         params=shape.dense_numel(tp),
         batch=batch,
         tokens=tokens,
-        checkpointing=checkpointing,
-        operations=shape.dense_operations(tokens, checkpointing, tp),
+        checkpointing=PRODUCTS_ONLY if checkpointing == "products" else checkpointing,
+        operations=shape.dense_operations(tokens, checkpointing not in (False, "products"), tp),
         matrix_size=min(shape.hidden // tp, tokens),
         non_model_bytes=round(
             shape.activation_bytes(batch, checkpointing, tp, saved_by_experts) + shape.logit_bytes(batch, tp)
@@ -201,7 +222,7 @@ def shape_workload(
         experts=experts,
         model_params=shape.numel,
         other_bytes=round(
-            shape.traffic_bytes(batch, checkpointing, tp, saved_by_experts)
+            shape.traffic_bytes(batch, bool(checkpointing), tp, saved_by_experts)
             + (GRADIENT_TRAFFIC * experts.params if experts is not None else 0)
         ),
     )

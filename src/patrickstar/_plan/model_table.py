@@ -10,7 +10,8 @@ from patrickstar._perf_model.adapters import Adapters
 from patrickstar._perf_model.machine_spec import Machine
 from patrickstar._perf_model.mesh import Mesh
 from patrickstar._perf_model.perf_model import Estimate
-from patrickstar._perf_model.workload import STATE_BYTES, Workload, of_shares
+from patrickstar._perf_model.transformer_shape import Checkpointing
+from patrickstar._perf_model.workload import STATE_BYTES, Workload, of_shares, option_of
 from patrickstar._plan.planned_model import PlannedModel
 from patrickstar._plan.search import Search
 from patrickstar._plan.upgrades import ENDURANCE, drive_tokens
@@ -69,7 +70,7 @@ class ModelTable:
             "tokens_per_s": best.tokens_per_s,
             "hours_per_million_tokens": MILLION / best.tokens_per_s / 3600,
             "batch": best.workload.batch,
-            "activation_checkpointing": best.workload.checkpointing,
+            "activation_checkpointing": option_of(best.workload.checkpointing),
             "drive_tokens": drive_tokens(self.machine, best),
         }
 
@@ -167,7 +168,7 @@ def models_that_fit(search: Search, sequence: int, rank: int) -> ModelTable:
 def _planned(name: str, model: OpenModel, sequence: int, way: Adapters | None) -> PlannedModel:
     decoder = model.decoder()
 
-    def workload(batch: int, checkpointing: bool, mesh: Mesh) -> Workload:
+    def workload(batch: int, checkpointing: Checkpointing, mesh: Mesh) -> Workload:
         return decoder.workload(batch, sequence, checkpointing, way)
 
     return PlannedModel(name, sequence, of_shares(workload), adapters=way)

@@ -8,7 +8,7 @@ from patrickstar._perf_model.machine_spec import Machine
 from patrickstar._perf_model.mesh import Mesh
 from patrickstar._perf_model.perf_model import ChannelLoad, Estimate
 from patrickstar._perf_model.text_tables import channels_table, format_seconds, memory_table, rows
-from patrickstar._perf_model.workload import Workload
+from patrickstar._perf_model.workload import PRODUCTS_ONLY, Workload, option_of
 from patrickstar._plan.prediction import Prediction
 from patrickstar._plan.upgrades import ENDURANCE, Upgrade, drive_bytes, lock_free
 
@@ -48,7 +48,8 @@ def activations_text(share: float) -> str:
     """Return what happens to activations if a share of the layers is recomputed."""
     if share in (0, 1):
         return "recomputed in backward" if share else "kept for backward"
-    return f"of {share:.0%} of the layers recomputed in backward, others kept"
+    products = "results of products kept, others recomputed in backward"
+    return products if share == PRODUCTS_ONLY else f"of {share:.0%} of the layers recomputed in backward; {products}"
 
 
 def answer(plan: Prediction) -> str:
@@ -112,8 +113,8 @@ def config_text(plan: Prediction) -> str:
     machine, best = plan.machine, plan.best
     disk = ', disk="FOLDER ON THE DRIVE"' if machine.disk is not None and best.disk_bytes else ""
     torchrun = "" if best.processes == 1 else f"torchrun --nproc-per-node {best.mesh.gpus} script.py\n"
-    share = best.workload.checkpointing
-    recompute = f", activation_checkpointing={True if share == 1 else share}" if share else ""
+    share = option_of(best.workload.checkpointing)
+    recompute = f", activation_checkpointing={True if share == 1 else share!r}" if share else ""
     tiled = ", tiled_loss=True" if plan.model.tiled_loss else ""
     config = f'config = ps.Config(precision="{machine.precision}"{disk}{recompute}{tiled}, optimizer=ps.AdamW(lr=1e-4))'
     adapters = "" if plan.model.adapters is None else _adapters_text(plan.model.adapters, machine.precision)

@@ -14,9 +14,9 @@ from patrickstar._perf_model.experts import Experts
 from patrickstar._perf_model.gpt_costs import Gpt
 from patrickstar._perf_model.machine_spec import Machine
 from patrickstar._perf_model.mesh import Mesh
-from patrickstar._perf_model.perf_model import ALL_OR_NONE
 from patrickstar._perf_model.t5_costs import T5
-from patrickstar._perf_model.workload import Workload, Workloads, of_shares, shape_workload
+from patrickstar._perf_model.transformer_shape import Checkpointing
+from patrickstar._perf_model.workload import RECOMPUTED, Workload, Workloads, of_shares, shape_workload
 from patrickstar.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class PlannedModel:
     traced: "Callable[[], TracedModel] | None" = None
     adapters: Adapters | None = None
     tiled_loss: bool = False
-    shares: tuple[float, ...] = ALL_OR_NONE
+    shares: tuple[float, ...] = RECOMPUTED
 
 
 def find_planned_model(
@@ -105,7 +105,7 @@ def planned_trace(model: "TracedModel", machine: Machine) -> PlannedModel:
     """Return a model whose workload is traced in dry runs on a machine."""
     of_process = model.workloads(machine)
 
-    def workload(batch: int, checkpointing: bool, mesh: Mesh) -> Workload:
+    def workload(batch: int, checkpointing: Checkpointing, mesh: Mesh) -> Workload:
         if mesh.lockstep:
             raise ConfigError(
                 f"--tp {mesh.tp} --ep {mesh.ep}: {model.name} is traced as one process runs it; only presets can be "

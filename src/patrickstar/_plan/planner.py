@@ -12,7 +12,8 @@ from patrickstar._perf_model.machine_parts import machine_of_parts, parse_disk, 
 from patrickstar._perf_model.machine_spec import Host, Machine, Precision, find_machine
 from patrickstar._perf_model.margins import Margins
 from patrickstar._perf_model.mesh import Mesh
-from patrickstar._perf_model.perf_model import ALL_OR_NONE, BATCHES
+from patrickstar._perf_model.perf_model import BATCHES
+from patrickstar._perf_model.workload import PRODUCTS_ONLY, RECOMPUTED
 from patrickstar._plan.plan import Plan
 from patrickstar._plan.planned_model import find_planned_model, planned_trace
 from patrickstar._plan.search import Search
@@ -46,7 +47,7 @@ def plan(
     disk: str | None = None,
     batch: int | None = None,
     sequence: int = 1024,
-    activation_checkpointing: float | None = None,
+    activation_checkpointing: float | Literal["products"] | None = None,
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto",
     lora: int | None = None,
     qlora: int | None = None,
@@ -80,8 +81,8 @@ def plan(
         disk: Drive of each host: capacity, and rates if they are known, such as "1TB:7GB/s".
         batch: Sequences per GPU, or per tensor-parallel group. Default: whichever is fastest.
         sequence: Sequence length in tokens; a `sample` has its own.
-        activation_checkpointing: Share of the layers that are recomputed in backward: 0.5, or True for all. Default:
-            whichever is fastest.
+        activation_checkpointing: Share of the layers that are recomputed in backward: 0.5, True for all, or "products",
+            as in `Config`. Default: whichever is fastest.
         precision: Compute precision. Default: the machine's 16-bit one, or what is faster on a CPU that is measured.
         lora: Rank of adapters beside all linear layers but the head, which are trained while the base is frozen in
             that precision, as by `peft.LoraConfig(r=lora, target_modules="all-linear")`. Default: full fine-tuning.
@@ -137,7 +138,7 @@ class SearchOptions:
     disk: str | None
     batch: int | None
     sequence: int
-    activation_checkpointing: float | None
+    activation_checkpointing: float | Literal["products"] | None
     precision: str
     dry_run: bool
 
@@ -154,10 +155,12 @@ class SearchOptions:
             host=not found.budgets or self.host_memory is not None,
         )
         mesh = Mesh(self.nodes, process_count(found, self.gpus), self.tp, self.ep)
-        share = self.activation_checkpointing
-        if share is not None and not 0 <= share <= 1:
-            raise ConfigError(f"activation_checkpointing={share}: a share of the layers is from 0 to 1")
-        checkpointing = ALL_OR_NONE if share is None else (float(share),)
+        share = PRODUCTS_ONLY if self.activation_checkpointing == "products" else self.activation_checkpointing
+        if share is not None and (isinstance(share, str) or not 0 <= share <= 1):
+            raise ConfigError(
+                f"activation_checkpointing={share!r}: it is a share of the layers, from 0 to 1, or 'products'"
+            )
+        checkpointing = RECOMPUTED if share is None else (float(share),)
         batches = BATCHES if self.batch is None else (self.batch,)
         return Search(found, mesh, checkpointing, batches, self.dry_run, margins)
 

@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from patrickstar._perf_model.checkpoint_cost import checkpoint_cost
 from patrickstar._perf_model.machine_spec import Machine
 from patrickstar._perf_model.perf_model import Estimate
+from patrickstar._perf_model.workload import option_of
 from patrickstar._plan.frontier import Frontier, frontiers
 from patrickstar._plan.planned_model import PlannedModel
 from patrickstar._plan.upgrades import BestEstimate, Upgrade, drive_days, lock_free
@@ -69,9 +70,9 @@ class Prediction:
         return self.best.workload.batch
 
     @property
-    def activation_checkpointing(self) -> float:
-        """Share of the layers that are recomputed in backward."""
-        return self.best.workload.checkpointing
+    def activation_checkpointing(self) -> float | Literal["products"]:
+        """Share of the layers that are recomputed in backward, as in `Config`."""
+        return option_of(self.best.workload.checkpointing)
 
     @property
     def tokens_per_s(self) -> float:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 SHARES = (0.5, 0.75)
-"""Shares of recomputed layers of which the first one that fits is tried beside all: each takes a dry run."""
+"""Shares of layers recomputed in whole of which the first one that fits is tried: each takes a dry run."""
 
 
 GPT_FAMILY = (
@@ -130,8 +130,8 @@ class Search:
     def _verified(self, model: PlannedModel, mesh: Mesh) -> "tuple[Estimate, DryRunReport | None]":
         """Return the fastest estimate whose step the engine can run, and its dry run.
 
-        If that recomputes all layers, a share of them is tried, too. Estimates, which divide memory at will and not in
-        chunks, know too little of a device that activations fill.
+        If that recomputes layers, a share of them in whole is tried, too. Estimates, which divide memory at will and
+        not in chunks, know too little of a device that activations fill.
         """
         best = self.best(model, self.machine, mesh)
         # Collectives inside of operators are not simulated; of many nodes a dry run would take minutes.

@@ -28,8 +28,9 @@ from patrickstar._models.model_source import ModelSource
 from patrickstar._models.training_step import training_step
 from patrickstar._perf_model.adapters import Adapters
 from patrickstar._perf_model.machine_spec import Machine
-from patrickstar._perf_model.perf_model import ALL_OR_NONE, Estimate
-from patrickstar._perf_model.workload import Workload
+from patrickstar._perf_model.perf_model import Estimate
+from patrickstar._perf_model.transformer_shape import Checkpointing
+from patrickstar._perf_model.workload import RECOMPUTED, Workload, option_of
 from patrickstar.config import Config, Disk
 from patrickstar.errors import ConfigError
 
@@ -57,10 +58,10 @@ class TracedModel:
     step: Callable[[int], Step]
     row_tokens: int
     name: str
-    checkpointing: tuple[float, ...] = ALL_OR_NONE
+    checkpointing: tuple[float, ...] = RECOMPUTED
     tiled_loss: bool = False
 
-    def workloads(self, machine: Machine) -> Callable[[int, bool], Workload]:
+    def workloads(self, machine: Machine) -> Callable[[int, Checkpointing], Workload]:
         """Return the workload of a step as a function of batch and checkpointing, traced on first use."""
         return traced_workloads(
             Engine, self.build, self.step, lambda batch: batch * self.row_tokens, machine, self.tiled_loss
@@ -79,7 +80,7 @@ class TracedModel:
             device=device,
             precision=machine.precision,
             disk=disk,
-            activation_checkpointing=work.checkpointing or None,
+            activation_checkpointing=option_of(work.checkpointing) or None,
             tiled_loss=self.tiled_loss,
         )
         build, step = self.build, self.step(work.batch)
@@ -145,7 +146,7 @@ def sampled_model(
         return forward_backward_step(loss or default_loss, args, kwargs)
 
     name = type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", "a model")
-    supported = ALL_OR_NONE if can_recompute(build()) else (0.0,)
+    supported = RECOMPUTED if can_recompute(build()) else (0.0,)
     return TracedModel(build, step, _row_tokens(trial), name, supported, tiled_loss)
 
 
