@@ -124,8 +124,9 @@ class Config(Options):
     again in backward: 0.5, or True for all. The others store what their matrix products and their attention return, and
     compute the rest again; with "products" all do. 0 or False: all activations are stored. Default None: as the model
     is set."""
-    activation_offload: bool = False
-    """Keep saved activations on the host between forward and backward. Default False."""
+    activation_offload: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of the saved activations, in bytes, that are on the host between forward and backward: 0.5, or True for
+    all. Default 0."""
     tiled_loss: bool = False
     """Compute the loss of a language model of transformers by `ps.functional.linear_cross_entropy`, without storing
     logits. Reading `outputs.logits` computes them. Default False."""
@@ -148,7 +149,7 @@ class Config(Options):
             optimizer: Optimizer | Mapping[str, Any] | Callable[..., torch.optim.Optimizer] = ...,
             update: Delayed | LockFree | Mapping[str, Any] | None = ...,
             activation_checkpointing: float | Literal["products"] | None = ...,
-            activation_offload: bool = ...,
+            activation_offload: float = ...,
             tiled_loss: bool = ...,
             reduce_dtype: Literal["16-bit", "fp32"] = ...,
         ) -> None: ...

@@ -46,9 +46,9 @@ class _StoredTensor:
         self._unpack: Callable[[Any], torch.Tensor] | None = None if hooks is None else hooks[1]
 
     def get(self) -> torch.Tensor | None:
-        """Return the tensor, None if it has changed; a packed copy has not."""
+        """Return the tensor, None if it has changed; a copy that hooks made has not, unless they say so."""
         alias = self._alias()
-        if alias is not None and alias._version != self._version:
+        if (alias is not None and alias._version != self._version) or getattr(self._packed, "changed", False):
             return None
         tensor: torch.Tensor = self._packed if self._unpack is None else self._unpack(self._packed)
         return tensor
@@ -89,17 +89,28 @@ class _Storing(_Mode):
 class _Returning(_Mode):
     """Returns stored results in recomputation, each once; what is left at its end is not needed."""
 
+    def __enter__(self) -> Any:
+        # What is offloaded comes back in the reverse order.
+        found = deque(_unpacked(result) for result in reversed(self.results))
+        self.results.clear()
+        self.results.extend(reversed(found))
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
     def run(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if not self.results:
-            return func(*args, **kwargs)
-        leaves, structure = pytree.tree_flatten(self.results.popleft())
-        found = [each.get() if isinstance(each, _StoredTensor) else each for each in leaves]
-        changed = any(isinstance(each, _StoredTensor) and got is None for each, got in zip(leaves, found, strict=True))
-        return func(*args, **kwargs) if changed else pytree.tree_unflatten(found, structure)
+        result = self.results.popleft() if self.results else None
+        return func(*args, **kwargs) if result is None else result
 
     def __exit__(self, *error: Any) -> None:
         self.results.clear()
         super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+
+def _unpacked(result: Any) -> Any:
+    """Return what an operator returned, None if a tensor of it has changed."""
+    leaves, structure = pytree.tree_flatten(result)
+    found = [each.get() if isinstance(each, _StoredTensor) else each for each in leaves]
+    changed = any(isinstance(each, _StoredTensor) and got is None for each, got in zip(leaves, found, strict=True))
+    return None if changed else pytree.tree_unflatten(found, structure)
 
 
 def _is_stored(func: Any, args: Any, kwargs: Any) -> bool:

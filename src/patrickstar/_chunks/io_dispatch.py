@@ -10,6 +10,7 @@ from patrickstar._hardware.profiler_range import profiler_range
 from patrickstar._hardware.transfer import Transfer
 from patrickstar._schedule.step_timeline import Channel
 from patrickstar._tiers.chunk import Chunk
+from patrickstar._tiers.copy_streams import StreamTransfer
 from patrickstar._tiers.disk_tier import DiskTier
 from patrickstar._tiers.hardware import Hardware
 from patrickstar._tiers.timeline import Timeline
@@ -90,18 +91,39 @@ class IODispatch:
         with self._busy(Channel.TO_HOST, chunk):
             self.copies.down_now(chunk)
 
+    def copy_part(self, target: torch.Tensor, source: torch.Tensor, label: str, *, to_device: bool) -> Transfer:
+        """Start to copy what is no chunk between host and device; see `CopyStreams.part`."""
+        nbytes = source.nbytes
+        if to_device:
+            self.counters.h2d_bytes += nbytes
+        else:
+            self.counters.d2h_bytes += nbytes
+        channel = Channel.TO_DEVICE if to_device else Channel.TO_HOST
+        if not self.hardware.has_gpu:
+            with self.stalled(label):
+                return self.copies.part(target, source, label, to_device=to_device)
+        return self._requested(channel, label, nbytes, self.copies.part(target, source, label, to_device=to_device))
+
+    def order(self, copy: Transfer) -> None:
+        """Order later work of the device after a copy; without an accelerator's streams wait for it."""
+        if isinstance(copy, StreamTransfer):
+            with self.ordered(copy.label):
+                copy.order()
+        else:
+            self.wait(copy)
+
     def _busy(self, channel: Channel, chunk: Chunk) -> AbstractContextManager[None]:
         return nullcontext() if self.timeline is None else self.timeline.busy(channel, repr(chunk), chunk.nbytes)
 
-    def ordered(self, chunk: Chunk) -> AbstractContextManager[None]:
-        """Return a context in which the device is ordered after a copy of a chunk, and may have to wait for it."""
-        return nullcontext() if self.timeline is None else self.timeline.device_wait(repr(chunk))
+    def ordered(self, subject: object) -> AbstractContextManager[None]:
+        """Return a context in which the device is ordered after a copy of a subject, and may have to wait for it."""
+        return nullcontext() if self.timeline is None else self.timeline.device_wait(str(subject))
 
     def _requested(
-        self, channel: Channel, chunk: Chunk, nbytes: int, transfer: Transfer, urgent: bool = False
+        self, channel: Channel, subject: object, nbytes: int, transfer: Transfer, urgent: bool = False
     ) -> Transfer:
         if self.timeline is not None:
-            self.timeline.requested(channel, chunk, nbytes, transfer, urgent=urgent)
+            self.timeline.requested(channel, str(subject), nbytes, transfer, urgent=urgent)
         return transfer
 
     def read(self, chunk: Chunk, start: int, target: torch.Tensor, urgent: bool = False) -> Transfer:

@@ -48,11 +48,14 @@ class SimulatedArena(HostArena):
 
 
 class SimulatedCopyStreams(CopyStreams):
-    """Copies between host and device on two simulated channels."""
+    """Copies between host and device on two simulated channels.
 
-    def __init__(self, up: SimulatedChannel, down: SimulatedChannel) -> None:
+    `has_gpu`: parts of chunks are copied there, too.
+    """
+
+    def __init__(self, up: SimulatedChannel, down: SimulatedChannel, has_gpu: bool) -> None:
         super().__init__(None)
-        self._up, self._down = up, down
+        self._up, self._down, self._has_gpu = up, down, has_gpu
 
     def up(self, chunk: Chunk, urgent: bool = False, after: Transfer | None = None) -> Transfer:
         assert after is None or isinstance(after, SimulatedTransfer), "copies of this hardware are simulated"
@@ -60,6 +63,11 @@ class SimulatedCopyStreams(CopyStreams):
 
     def down(self, chunk: Chunk) -> Transfer:
         return self._down.begin(chunk.nbytes, repr(chunk))
+
+    def part(self, target: torch.Tensor, source: torch.Tensor, label: str, *, to_device: bool) -> Transfer:
+        if not self._has_gpu:
+            return super().part(target, source, label, to_device=to_device)
+        return (self._up if to_device else self._down).begin(source.nbytes, label)
 
     def up_now(self, chunk: Chunk) -> None:
         self._up.run(chunk.nbytes, repr(chunk))
@@ -232,7 +240,7 @@ class SimulatedHardware(Hardware):
         return tensor.untyped_storage()._cdata in self._host_storages
 
     def copies(self) -> CopyStreams:
-        return SimulatedCopyStreams(self.up, self.down)
+        return SimulatedCopyStreams(self.up, self.down, self.has_gpu)
 
     def on_partial_copy(self, nbytes: int, *, to_device: bool) -> None:
         if self.has_gpu:

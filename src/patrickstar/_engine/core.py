@@ -153,7 +153,8 @@ class EngineCore:
         intercepted = self.data, self.gradients, self.optimizer_in_backward, self.full_state, self.background_save
         self.interceptor = Interceptor(*intercepted)
         self.close_on_data_loss = self.interceptor.closer.close_on_data_loss
-        self.activation_offload = ActivationOffload(self.manager) if config.activation_offload else None
+        share = float(config.activation_offload)
+        self.activation_offload = ActivationOffload(self.manager, share) if share else None
         ram_bytes = memory[1] if hardware.has_gpu else sum(memory)
         free_bytes = ram_bytes - (self.manager.host_tier.arena_bytes if hardware.has_gpu else 0)
         file = ModelFile.beside(plan.disk, config.disk, local_processes, free_bytes)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 
 from patrickstar._hardware.accelerator import DeviceClock, TorchDevice
-from patrickstar._hardware.transfer import Transfer
+from patrickstar._hardware.transfer import CompletedTransfer, Transfer
 from patrickstar._hardware.worker_pool import WorkerPool
 from patrickstar._tiers.chunk import Chunk
 from patrickstar._tiers.disk_tier import pages
@@ -91,6 +91,13 @@ class CopyStreams:
         """Return a transfer that ends with the current stream's work so far; None on a CPU, where it has ended."""
         accelerator = self.accelerator
         return None if accelerator is None else StreamTransfer(accelerator, accelerator.record(), label)
+
+    def part(self, target: torch.Tensor, source: torch.Tensor, label: str, *, to_device: bool) -> Transfer:
+        """Start to copy what is no chunk, after the current stream's work so far; on a CPU in the calling thread."""
+        if self.accelerator is not None:
+            return self._start(target, source, self.up_stream if to_device else self.down_stream, label)
+        target.copy_(source)
+        return CompletedTransfer(label)
 
     def _start(self, target: torch.Tensor, source: torch.Tensor, stream: torch.Stream | None, label: str) -> Transfer:
         if self.accelerator is not None and stream is not None:

@@ -47,11 +47,9 @@ class Timeline:
 
     # Work
 
-    def requested(
-        self, channel: Channel, chunk: Chunk, nbytes: int, transfer: Transfer, *, urgent: bool = False
-    ) -> None:
+    def requested(self, channel: Channel, label: str, nbytes: int, transfer: Transfer, *, urgent: bool = False) -> None:
         """Note a transfer that was requested now."""
-        self._pending.append(_Pending(channel, repr(chunk), nbytes, self.seconds(), urgent, transfer))
+        self._pending.append(_Pending(channel, label, nbytes, self.seconds(), urgent, transfer))
 
     @contextmanager
     def busy(self, channel: Channel, label: str, nbytes: int) -> Iterator[None]:
