@@ -115,7 +115,7 @@ def run(seed: int) -> bool:
             host_memory=1024
             * (choice.randint(90, 300) if disk is not None else needed + choice.randint(24, 90) if tight else 4096),
             disk=disk,
-            activation_offload=choice.random() < 0.3,
+            activation_offload=choice.choice([0.4, 1.0]) if choice.random() < 0.4 else 0.0,
         )
         room = choice.choice([0, 0, 100, 200, 400]) * 1024
         policy = choice.choice([None, AggressivePrefetch, DemandFetch])

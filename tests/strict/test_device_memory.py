@@ -72,7 +72,7 @@ class Draw:
             # What the host can't hold, and no disk either, has to stay on the device, whatever operators need.
             host_memory=2 * numel + 300_000 if choice.random() < 0.5 else 20 * numel + 1_000_000,
             disk=ps.Disk(directory) if on_disk else None,
-            activation_offload=choice.random() < 0.2,
+            activation_offload=choice.choice([0.5, 1.0]) if choice.random() < 0.3 else 0.0,
         )
         loop = choice.choice([{}, {}, {"max_norm": 0.1}, {"accumulation": 2}, {"update": precision != "fp16"}])
         return cls(build, batches, config, loop, choice.random() < 0.3)

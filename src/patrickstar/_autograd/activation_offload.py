@@ -75,6 +75,8 @@ class _HostActivation:
         self.coming: _Moving | None = None
         """Its copy on the device, until it is used."""
         self.is_used = self._is_spoilt = False
+        self.uses_left = 0
+        """Operators that saved it and have not used it."""
 
     @property
     def changed(self) -> bool:
@@ -104,7 +106,9 @@ class ActivationOffload:
         """Those of all graphs, in the order of forward."""
         self._leaving: deque[_Moving] = deque()
         self._coming: list[_Moving] = []
-        self._largest_bytes = 0
+        self._used: deque[_Moving] = deque()
+        """What another operator will use, too, at most as large as the largest tensor."""
+        self._largest_bytes = self._most_bytes = self._stored_bytes = 0
 
     @contextmanager
     def saving(self) -> Iterator[None]:
@@ -126,6 +130,8 @@ class ActivationOffload:
                 saved = self._saved.get(key)
                 if saved is None or saved.source is None or saved.source.expired():
                     saved = self._saved[key] = self._save(tensor, storage)
+                if isinstance(saved, _HostActivation):
+                    saved.uses_left += 1
                 return saved
 
         def unpack(saved: _DeviceActivation | _HostActivation) -> torch.Tensor:
@@ -140,6 +146,7 @@ class ActivationOffload:
     def _begin(self) -> None:
         """Begin a forward, in which the same tensors are offloaded as in the one before."""
         self._due_bytes = 0.0
+        self._most_bytes, self._stored_bytes = self._stored_bytes, 0
         while self._leaving:
             self._leave()
         self._free_unused()
@@ -153,6 +160,7 @@ class ActivationOffload:
         nbytes = tensor.numel() * tensor.element_size()
         self._due_bytes += self._share * nbytes
         if self._due_bytes < nbytes / 2:
+            self._stored_bytes += nbytes
             return _DeviceActivation(tensor, storage)
         self._due_bytes -= nbytes
         block = self.manager.allocate_host(nbytes, OFFLOADED)
@@ -168,7 +176,7 @@ class ActivationOffload:
             saved.leaving = copy
             self._leaving.append(copy)
             self._largest_bytes = max(self._largest_bytes, nbytes)
-            while _bytes(self._leaving) > BUFFERS * self._largest_bytes:
+            while _bytes(self._leaving) > max(BUFFERS * self._largest_bytes, self._most_bytes - self._stored_bytes):
                 self._leave()
         return saved
 
@@ -180,7 +188,8 @@ class ActivationOffload:
             saved.leave()
 
     def _free_unused(self) -> None:
-        """Free the device memory of tensors whose graph was freed before they were used."""
+        """Free the device memory of tensors whose graph was freed before they were used, or used again."""
+        self._used = deque(moving for moving in self._used if moving.saved() is not None)
         for moving in [each for each in self._coming if each.saved() is None]:
             self._coming.remove(moving)
             self.manager.io_dispatch.order(moving.copy)
@@ -192,19 +201,32 @@ class ActivationOffload:
                 f"a saved tensor of shape {tuple(saved.shape)} was changed in place while its {saved.nbytes} "
                 f"bytes were copied to the host; use an operator that is not in place, or activation_offload=False"
             )
-        if (moving := saved.leaving) is not None:
-            self._leaving.remove(moving)
-            saved.leave()
-        elif (moving := saved.coming) is not None:
-            self._coming.remove(moving)
-            saved.coming = None
-        else:
-            moving = self._fetch(saved)
-        saved.is_used = True
+        moving = self._taken(saved)
         self.manager.io_dispatch.order(moving.copy)
+        saved.is_used, saved.uses_left = True, saved.uses_left - 1
         if self.manager.hardware.has_gpu:
+            if saved.uses_left > 0:
+                self._used.append(moving)
+            while _bytes(self._used) > self._largest_bytes:
+                self._used.popleft()
             self._fetch_before(saved.position)
         return moving.tensor
+
+    def _taken(self, saved: _HostActivation) -> _Moving:
+        """Return a tensor on the device, or on its way there, which is no longer this object's."""
+        for moving in self._used:
+            if moving.saved() is saved:
+                self._used.remove(moving)
+                return moving
+        if (leaving := saved.leaving) is not None:
+            self._leaving.remove(leaving)
+            saved.leave()
+            return leaving
+        if (coming := saved.coming) is not None:
+            self._coming.remove(coming)
+            saved.coming = None
+            return coming
+        return self._fetch(saved)
 
     def _fetch(self, saved: _HostActivation) -> _Moving:
         tensor = torch.empty_strided(saved.shape, saved.strides, dtype=saved.dtype, device=saved.device)
