@@ -1,5 +1,6 @@
 """Search of a plan: which steps the engine runs before one is planned."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -7,9 +8,9 @@ import pytest
 from patrickstar._models.open_models import OPEN_MODELS
 from patrickstar._perf_model.machine_parts import machine_of_parts
 from patrickstar._perf_model.mesh import Mesh
-from patrickstar._perf_model.workload import PRODUCTS_ONLY, RECOMPUTED, of_shares
+from patrickstar._perf_model.workload import PRODUCTS_ONLY, RECOMPUTED, of_shares, offloading
 from patrickstar._plan.planned_model import PlannedModel
-from patrickstar._plan.search import Search
+from patrickstar._plan.search import OFFLOADED, Search
 from patrickstar.errors import BudgetError
 
 DECODER = OPEN_MODELS["llama-3.2-1b"].decoder()
@@ -28,7 +29,8 @@ def searched(step_s, memory, checkpointing=RECOMPUTED):
     ran = []
 
     def dry_run(machine, best):
-        share = best.workload.checkpointing
+        work = best.workload
+        share = (work.checkpointing, work.offloaded) if work.offloaded else work.checkpointing
         ran.append(share)
         if share not in step_s:
             raise BudgetError("the engine has no room", 1)
@@ -49,17 +51,31 @@ def between(less, more):
     return (first + second) // 2 + (2 << 30)
 
 
+WITH_OFFLOAD = (0.25, OFFLOADED)
+
+
 @pytest.mark.parametrize(
-    ("step_s", "planned"), [({1.0: 3.0, 0.5: 2.5}, 0.5), ({1.0: 3.0, 0.5: 3.5}, 1.0), ({1.0: 3.0}, 1.0)]
+    ("step_s", "planned", "ran"),
+    [
+        ({1.0: 3.0, 0.5: 2.5}, 0.5, [1.0, 0.5, WITH_OFFLOAD]),
+        ({1.0: 3.0, 0.5: 2.5, WITH_OFFLOAD: 2.0}, 0.25, [1.0, 0.5, WITH_OFFLOAD]),
+        ({1.0: 3.0, 0.5: 3.5}, 1.0, [1.0, 0.5]),
+        ({1.0: 3.0}, 1.0, [1.0, 0.5, 0.75]),
+    ],
 )
-def test_a_share_is_planned_if_its_dry_run_is_faster(step_s, planned):
-    ran = [1.0, 0.5] if 0.5 in step_s else [1.0, 0.5, 0.75]
+def test_a_share_is_planned_if_its_dry_run_is_faster(step_s, planned, ran):
     assert searched(step_s, between(0.5, PRODUCTS_ONLY)) == (planned, ran)
 
 
 def test_a_share_is_tried_beside_products_alone():
     step_s = {PRODUCTS_ONLY: 2.0, 0.5: 1.5, 1.0: 3.0}
-    assert searched(step_s, between(PRODUCTS_ONLY, 0.0)) == (0.5, [PRODUCTS_ONLY, 0.5])
+    assert searched(step_s, between(PRODUCTS_ONLY, 0.0)) == (0.5, [PRODUCTS_ONLY, 0.5, WITH_OFFLOAD])
+
+
+def test_what_is_offloaded_takes_no_memory_on_the_device():
+    stored, offloaded = (works(4, 0.25, Mesh()) for works in (workload, offloading(workload, 1.0)))
+    assert offloaded.device_bytes == workload(4, 1.0, Mesh()).device_bytes < stored.device_bytes
+    assert replace(offloaded, offloaded=0.0, non_model_bytes=stored.non_model_bytes) == stored
 
 
 def test_a_share_that_is_given_is_run_alone():

@@ -86,6 +86,8 @@ class Workload:
     """Operations among them: products of long and thin matrices."""
     peak_working_bytes: int | None = None
     """Parameters needed at once beside the peak of non-model data, as far as it is known: else `working_bytes`."""
+    offloaded: float = 0.0
+    """Share of the saved activations that is on the host between forward and backward. Their copies do not count."""
 
     @property
     def device_bytes(self) -> int:
@@ -168,6 +170,17 @@ def of_shares(whole: Callable[[int, Checkpointing, Mesh], Workload]) -> Workload
             other_bytes=round(between("other_bytes")),
             non_model_bytes=math.ceil(between("device_bytes")) - (recomputed.device_bytes - recomputed.non_model_bytes),
         )
+
+    return workload
+
+
+def offloading(workloads: Workloads, share: float) -> Workloads:
+    """Return workloads of which a share of what layers store beside their input is on the host until backward."""
+
+    def workload(batch: int, recomputed: float, mesh: Mesh) -> Workload:
+        work = workloads(batch, recomputed, mesh)
+        stored = max(0, work.device_bytes - workloads(batch, 1.0, mesh).device_bytes)
+        return replace(work, offloaded=share, non_model_bytes=work.non_model_bytes - math.floor(share * stored))
 
     return workload
 

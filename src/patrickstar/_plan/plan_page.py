@@ -73,7 +73,7 @@ def _cards(plan: Prediction) -> str:
             ),
             ("batch", f"{plan.batch} x {plan.model.sequence}", f"tokens; at most {plan.max_batch} sequences fit"),
             ("model data", format_size(plan.best.model_data_bytes), "per process, on all tiers"),
-            ("other data", format_size(work.non_model_bytes), f"activations {activations_text(work.checkpointing)}"),
+            ("other data", format_size(work.non_model_bytes), f"activations {activations_text(work)}"),
             *([] if days is None else [("drive", f"{days:,.1f} days", "of training until it is worn")]),
         ]
     )

@@ -18,7 +18,7 @@ def plan_text(plan: Prediction) -> str:
     best = plan.best
     work = best.workload
     unit = "process" if best.mesh.tp == 1 else "tensor-parallel group"
-    activations = activations_text(work.checkpointing)
+    activations = activations_text(work)
     summary = (
         ("model", f"{plan.model.name}, {_count(work.all_params)} parameters{_trained(work)}: it fits"),
         ("machine", _described(plan.machine, best.mesh)),
@@ -44,12 +44,16 @@ def plan_text(plan: Prediction) -> str:
     return "\n".join(parts)
 
 
-def activations_text(share: float) -> str:
-    """Return what happens to activations if a share of the layers is recomputed."""
+def activations_text(work: Workload) -> str:
+    """Return what happens to activations between forward and backward."""
+    share = work.checkpointing
     if share in (0, 1):
-        return "recomputed in backward" if share else "kept for backward"
-    products = "results of products kept, others recomputed in backward"
-    return products if share == PRODUCTS_ONLY else f"of {share:.0%} of the layers recomputed in backward; {products}"
+        text = "recomputed in backward" if share else "kept for backward"
+    else:
+        text = "results of products kept, others recomputed in backward"
+        if share != PRODUCTS_ONLY:
+            text = f"of {share:.0%} of the layers recomputed in backward; of the rest {text}"
+    return f"{text}, {work.offloaded:.0%} of what is kept on the host" if work.offloaded else text
 
 
 def answer(plan: Prediction) -> str:
@@ -115,8 +119,10 @@ def config_text(plan: Prediction) -> str:
     torchrun = "" if best.processes == 1 else f"torchrun --nproc-per-node {best.mesh.gpus} script.py\n"
     share = option_of(best.workload.checkpointing)
     recompute = f", activation_checkpointing={True if share == 1 else share!r}" if share else ""
+    offload = f", activation_offload={best.workload.offloaded}" if best.workload.offloaded else ""
     tiled = ", tiled_loss=True" if plan.model.tiled_loss else ""
-    config = f'config = ps.Config(precision="{machine.precision}"{disk}{recompute}{tiled}, optimizer=ps.AdamW(lr=1e-4))'
+    options = f'precision="{machine.precision}"{disk}{recompute}{offload}{tiled}'
+    config = f"config = ps.Config({options}, optimizer=ps.AdamW(lr=1e-4))"
     adapters = "" if plan.model.adapters is None else _adapters_text(plan.model.adapters, machine.precision)
     return f"{torchrun}{adapters}{config}\nengine, optimizer = ps.initialize(model, config)"
 

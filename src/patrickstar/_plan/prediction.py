@@ -118,6 +118,7 @@ class Prediction:
             "batch": self.batch,
             "largest_batch": self.max_batch,
             "activation_checkpointing": self.activation_checkpointing,
+            "activation_offload": self.best.workload.offloaded,
             "step_s": self.step_s,
             "estimated_step_s": best.seconds,
             "bound_s": self.bound_s,

@@ -13,7 +13,7 @@ from patrickstar._perf_model.margins import NO_BUDGET_GIVEN, Margins
 from patrickstar._perf_model.mesh import Mesh
 from patrickstar._perf_model.perf_model import MOST, Estimate, best_estimate, largest_batch, with_smallest_replicas
 from patrickstar._perf_model.text_tables import format_seconds
-from patrickstar._perf_model.workload import on_lines
+from patrickstar._perf_model.workload import offloading, on_lines
 from patrickstar._plan.plan import Plan
 from patrickstar._plan.planned_model import PlannedModel, planned_shape
 from patrickstar._plan.upgrades import upgrades
@@ -27,6 +27,8 @@ _log = logging.getLogger(__name__)
 
 SHARES = (0.5, 0.75)
 """Shares of layers recomputed in whole of which the first one that fits is tried: each takes a dry run."""
+OFFLOADED = 0.4
+"""Share of the activations whose offload is tried beside a GPU, with half as many layers recomputed in whole."""
 
 
 GPT_FAMILY = (
@@ -130,8 +132,8 @@ class Search:
     def _verified(self, model: PlannedModel, mesh: Mesh) -> "tuple[Estimate, DryRunReport | None]":
         """Return the fastest estimate whose step the engine can run, and its dry run.
 
-        If that recomputes layers, a share of them in whole is tried, too. Estimates, which divide memory at will and
-        not in chunks, know too little of a device that activations fill.
+        If that recomputes layers, a share of them in whole is tried, too, and then a smaller one with offload.
+        Estimates, which divide memory at will and not in chunks, know too little of a device that activations fill.
         """
         best = self.best(model, self.machine, mesh)
         # Collectives inside of operators are not simulated; of many nodes a dry run would take minutes.
@@ -147,13 +149,30 @@ class Search:
         if len(self.checkpointing) == 1 or not found[0].workload.checkpointing:
             return found
         for share in SHARES:
-            smaller = replace(self, checkpointing=(share,), batches=(found[0].workload.batch,))
-            try:
-                other = smaller._dry_run(model, mesh, traced, smaller.best(model, self.machine, mesh))
-            except BudgetError:
-                continue
-            return min(found, other, key=lambda each: each[1].seconds)
-        return found
+            if (other := self._tried(model, mesh, traced, found, share)) is not None:
+                found = min(found, other, key=lambda each: each[1].seconds)
+                break
+        share = found[0].workload.checkpointing / 2
+        if self.machine.gpu is None or share not in (half / 2 for half in SHARES):
+            return found
+        of_host = replace(model, workload=offloading(model.workload, OFFLOADED))
+        other = self._tried(of_host, mesh, traced, found, share)
+        return found if other is None else min(found, other, key=lambda each: each[1].seconds)
+
+    def _tried(
+        self,
+        model: PlannedModel,
+        mesh: Mesh,
+        traced: "TracedModel",
+        found: "tuple[Estimate, DryRunReport]",
+        share: float,
+    ) -> "tuple[Estimate, DryRunReport] | None":
+        """Return the same batch with another share of recomputed layers, and its dry run; None if it does not fit."""
+        smaller = replace(self, checkpointing=(share,), batches=(found[0].workload.batch,))
+        try:
+            return smaller._dry_run(model, mesh, traced, smaller.best(model, self.machine, mesh))
+        except BudgetError:
+            return None
 
     def _dry_run(
         self, model: PlannedModel, mesh: Mesh, traced: "TracedModel", best: Estimate

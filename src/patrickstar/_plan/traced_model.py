@@ -81,6 +81,7 @@ class TracedModel:
             precision=machine.precision,
             disk=disk,
             activation_checkpointing=option_of(work.checkpointing) or None,
+            activation_offload=work.offloaded,
             tiled_loss=self.tiled_loss,
         )
         build, step = self.build, self.step(work.batch)
