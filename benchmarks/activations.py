@@ -17,8 +17,10 @@ import patrickstar as ps
 
 WAYS: dict[str, dict[str, Any]] = {
     "kept": {},
-    "half of the layers recomputed": {"activation_checkpointing": 0.5},
+    "results of products kept": {"activation_checkpointing": "products"},
+    "half of the layers recomputed in whole": {"activation_checkpointing": 0.5},
     "recomputed": {"activation_checkpointing": True},
+    "half offloaded": {"activation_offload": 0.5},
     "offloaded": {"activation_offload": True},
 }
 
