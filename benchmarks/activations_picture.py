@@ -22,6 +22,8 @@ MODEL, BATCH, SEQUENCE, GIB = "llama-3.2-3b", 4, 2048, 1 << 30
 PICTURE = Path(__file__).parents[1] / "docs" / "activations.svg"
 WHOLE, OFFLOADED = 0.25, 0.4
 """Share of the layers recomputed in whole, and of the bytes offloaded: as `ps.plan` plans them."""
+POINTS = 400
+"""Points of a curve, at most twice as many."""
 WAYS = {
     "all layers recomputed": ({"activation_checkpointing": True}, GRADIENTS),
     "products of all layers kept": ({"activation_checkpointing": "products"}, PARAMETERS),
@@ -72,8 +74,9 @@ def draw_memory(axis: Any, reports: dict[str, DryRunReport]) -> None:
     """Draw the non-model data of each way over the step, with the speed."""
     for name, report in reports.items():
         start_s = report.timeline[0].at_s
-        times = [sample.at_s - start_s for sample in report.timeline]
-        values = [sample.device_non_model_bytes / GIB for sample in report.timeline]
+        samples = report.timeline[:: len(report.timeline) // POINTS]
+        times = [sample.at_s - start_s for sample in samples]
+        values = [sample.device_non_model_bytes / GIB for sample in samples]
         label = f"{name}: {BATCH * SEQUENCE / report.seconds:,.0f} tokens/s"
         axis.plot(times, values, color=light(WAYS[name][1]), linewidth=1.6, label=label)
     axis.axhline(24, color=light(BUDGET), linestyle="--", linewidth=1.4)

@@ -3,9 +3,11 @@
 [Note: copies of activations]
 Beside an accelerator copies run on the streams of chunks. A tensor on its way to the host stays on the device until
 later work there is ordered after its copy; one on its way back has its memory from the beginning. Both hold at most two
-times the largest tensor, so that the one is copied while the other is computed. What a step allocates follows from the
-order in which it saves tensors, not from the speed of copies. In backward, tensors come back in the reverse order, each
-ahead of its use. The last ones of forward, which are still on the device, do not go through the host.
+times the largest tensor, so that the one is copied while the other is computed. In forward, tensors may also stay while
+their bytes fit in what the tensors that are not offloaded have not taken yet: nothing has to wait for the copies of the
+first layers, beside those of the last update. What a step allocates follows from the order in which it saves tensors,
+not from the speed of copies. In backward, tensors come back in the reverse order, each ahead of its use. The last ones
+of forward, which are still on the device, do not go through the host.
 
 A share of the bytes goes to the host, as evenly over forward as tensors allow, since copies take longer than the
 operators between them.
@@ -13,7 +15,7 @@ operators between them.
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -22,6 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
 from patrickstar._chunks.chunk_manager import ChunkManager
+from patrickstar._chunks.tracer import MAX_TRACES
 from patrickstar._hardware.sigint_gate import deferring_sigint
 from patrickstar._hardware.transfer import Transfer
 from patrickstar._tiers.host_arena import ArenaBlock
@@ -108,12 +111,18 @@ class ActivationOffload:
         self._coming: list[_Moving] = []
         self._used: deque[_Moving] = deque()
         """What another operator will use, too, at most as large as the largest tensor."""
+        self._stored: dict[Hashable, int] = {}
+        """Bytes of saved tensors that were not offloaded, of the last forward of each kind."""
         self._largest_bytes = self._most_bytes = self._stored_bytes = 0
 
     @contextmanager
-    def saving(self) -> Iterator[None]:
-        """Return a context in which tensors saved by autograd are offloaded to the host."""
-        self._begin()
+    def saving(self, key: Hashable) -> Iterator[None]:
+        """Return a context in which tensors saved by autograd are offloaded to the host.
+
+        Args:
+            key: Kind of forward; those of one kind save the same tensors.
+        """
+        self._begin(key)
         chunk_storages = {chunk.storage._cdata for chunk in self.manager.chunks.values()}
 
         def pack(tensor: torch.Tensor) -> _DeviceActivation | _HostActivation:
@@ -142,11 +151,14 @@ class ActivationOffload:
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
+        self._stored[key] = self._stored_bytes
+        if len(self._stored) > MAX_TRACES:
+            del self._stored[next(iter(self._stored))]
 
-    def _begin(self) -> None:
-        """Begin a forward, in which the same tensors are offloaded as in the one before."""
+    def _begin(self, key: Hashable) -> None:
+        """Begin a forward of a kind, in which the same tensors are offloaded as in the last one of this kind."""
         self._due_bytes = 0.0
-        self._most_bytes, self._stored_bytes = self._stored_bytes, 0
+        self._most_bytes, self._stored_bytes = self._stored.pop(key, 0), 0
         while self._leaving:
             self._leave()
         self._free_unused()

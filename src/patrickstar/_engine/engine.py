@@ -250,7 +250,7 @@ class Engine:
             core.begin_iteration(key, (args, kwargs))
             core.manager.begin_phase("forward")
             if core.activation_offload is not None:
-                stack.enter_context(core.activation_offload.saving())
+                stack.enter_context(core.activation_offload.saving(key))
             with interruptible():
                 out = self.module(*args, **kwargs)
         core.data.finish_forward()
