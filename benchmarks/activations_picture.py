@@ -56,11 +56,11 @@ def draw_layers(axis: Any) -> None:
     products = decoder._product_bytes(None) * tokens / GIB - layer_input
     everything = decoder._saved_bytes(None) * tokens / GIB
     layers = range(decoder.layers)
-    kept = [0.0 if number < round(WHOLE * decoder.layers) else products for number in layers]
+    stored = [0.0 if number < round(WHOLE * decoder.layers) else products for number in layers]
     fates = {
-        "kept on the device": ([(1 - OFFLOADED) * (layer_input + each) for each in kept], ACTIVATIONS),
-        "offloaded": ([OFFLOADED * (layer_input + each) for each in kept], STATES),
-        "computed again": ([everything - layer_input - each for each in kept], GRID),
+        "kept on the device": ([(1 - OFFLOADED) * (layer_input + each) for each in stored], ACTIVATIONS),
+        "offloaded": ([OFFLOADED * (layer_input + each) for each in stored], STATES),
+        "computed again": ([everything - layer_input - each for each in stored], GRID),
     }
     bottom = [0.0] * decoder.layers
     for name, (heights, color) in fates.items():

@@ -14,15 +14,22 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard, parallel
 from torch.utils.checkpoint import checkpoint
 
+from patrickstar._autograd.selective_checkpoint import selective_contexts
 from patrickstar.integrations._meshes import Meshes, MeshSizes, meshes
 from patrickstar.integrations.transformers import parallelize, stack_experts
 
 WIDTH, VOCABULARY, LENGTH = 32, 64, 8
-CHECKPOINTING = ("none", "reentrant", "non-reentrant")
+CHECKPOINTING = ("none", "reentrant", "non-reentrant", "selective")
 """Ways of activation checkpointing."""
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 """Token ids and labels, both of shape (sequences, LENGTH)."""
+
+
+def checkpoint_options(way: str) -> dict[str, Any]:
+    """Return the options of `torch.utils.checkpoint.checkpoint` for a way of checkpointing."""
+    contexts = {"context_fn": selective_contexts} if way == "selective" else {}
+    return {"use_reentrant": way == "reentrant", **contexts}
 
 
 @dataclass(frozen=True)
@@ -118,7 +125,7 @@ class Decoder(nn.Module):
             if self.checkpointing == "none":
                 hidden = block(hidden)
             else:
-                hidden = checkpoint(block, hidden, use_reentrant=self.checkpointing == "reentrant")
+                hidden = checkpoint(block, hidden, **checkpoint_options(self.checkpointing))
         logits = self.head(self.norm(hidden)).flatten(0, 1)
         loss = nn.functional.cross_entropy(logits.float(), labels.flatten())
         return getattr(loss, "to_local", lambda: loss)()
@@ -165,7 +172,7 @@ class WithLoss(nn.Module):
         self.model, self.config = model, model.config
         model.config.use_cache = False
         if checkpointing != "none":
-            model.activation_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
+            model.activation_checkpointing_enable(checkpoint_options(checkpointing))
 
     def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         if self.model.config.is_encoder_decoder:

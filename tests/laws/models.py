@@ -6,7 +6,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 from probes import manager_of, record_accesses, shards_of
-from toys import Shape, batches, train
+from toys import Shape, batches, module, train
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import patrickstar as ps
 from patrickstar._chunks.chunk_manager import ChunkManager
@@ -24,6 +25,20 @@ shapes = st.builds(
 )
 chunk_sizes = st.sampled_from([256, 1024, 2800, 16384, "auto"])
 precisions = st.sampled_from(["bf16", "fp16", "fp32"])
+
+
+LLAMA = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, vocab_size=512)
+llama = module(
+    lambda m, ids, labels: m.llama(input_ids=ids, labels=labels).loss,
+    llama=lambda: LlamaForCausalLM(LlamaConfig(**LLAMA, use_cache=False)).train(),
+)
+LAYERS: dict[str, dict[str, Any]] = {
+    "half recomputed": {"activation_checkpointing": 0.5},
+    "products stored": {"activation_checkpointing": "products"},
+    "products, half of their bytes offloaded": {"activation_checkpointing": "products", "activation_offload": 0.5},
+    "offloaded": {"activation_offload": True},
+}
+"""Ways in which the layers of `llama` store their activations."""
 
 
 def config(precision: str, chunk_size: int | str, **more: Any) -> ps.Config:

@@ -18,7 +18,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from toys import Shape, batches, layers, module
 from transfer_bounds import min_transfer_bytes
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import patrickstar as ps
 from patrickstar import functional
@@ -31,7 +30,7 @@ from patrickstar._perf_model.machine_spec import Gpu, Host, Links, Machine
 from patrickstar._perf_model.workload import Workload
 from patrickstar.errors import BudgetError, ModelError
 
-from .models import config, shapes, smallest_device_bytes
+from .models import LAYERS, config, llama, shapes, smallest_device_bytes
 from .test_three_tiers_traffic import steps
 from .tiers import on_disk, options, rooms, wide_shapes
 
@@ -190,19 +189,6 @@ def ids_of(count: int) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, ids
 
 
-LLAMA = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, vocab_size=512)
-llama = module(
-    lambda m, ids, labels: m.llama(input_ids=ids, labels=labels).loss,
-    llama=lambda: LlamaForCausalLM(LlamaConfig(**LLAMA, use_cache=False)).train(),
-)
-
-
-LAYERS = {
-    "half recomputed": {"activation_checkpointing": 0.5},
-    "products stored": {"activation_checkpointing": "products"},
-    "products, half of their bytes offloaded": {"activation_checkpointing": "products", "activation_offload": 0.5},
-    "offloaded": {"activation_offload": True},
-}
 CASES = {
     "text": (lambda: Text(False), lambda: ids_of(4)),
     "checkpointed text": (lambda: Text(True), lambda: ids_of(3)),

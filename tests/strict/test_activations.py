@@ -160,6 +160,7 @@ def test_memory_of_tensors_that_backward_did_not_reach_is_used_after_their_copie
             del loss
             middle.clear()
             engine.backward(engine(inputs()).square().mean())
+            middle.clear()
             engine.optimizer.step()
             engine.optimizer.zero_grad()
         found.append({"middle": gradient, **engine.state_dict()})

@@ -15,7 +15,7 @@ def test_a_budget_is_all_there_is_to_choose_and_sizes_become_bytes():
     assert (config.device, config.device_memory, config.host_memory, config.chunk_size) == ("auto", None, None, "auto")
     assert config.precision == "auto"
     assert config.optimizer == AdamW()
-    assert config.activation_offload is False
+    assert config.activation_offload == 0
     config = Config(device_memory="2GiB", host_memory=12345, chunk_size="4 MiB")
     assert (config.device_memory, config.host_memory, config.chunk_size) == (2 * 1024**3, 12345, 4 * 1024**2)
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

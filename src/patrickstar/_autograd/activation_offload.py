@@ -213,7 +213,7 @@ class ActivationOffload:
                 f"a saved tensor of shape {tuple(saved.shape)} was changed in place while its {saved.nbytes} "
                 f"bytes were copied to the host; use an operator that is not in place, or activation_offload=False"
             )
-        moving = self._taken(saved)
+        moving = self._claim(saved)
         self.manager.io_dispatch.order(moving.copy)
         saved.is_used, saved.uses_left = True, saved.uses_left - 1
         if self.manager.hardware.has_gpu:
@@ -224,8 +224,8 @@ class ActivationOffload:
             self._fetch_before(saved.position)
         return moving.tensor
 
-    def _taken(self, saved: _HostActivation) -> _Moving:
-        """Return a tensor on the device, or on its way there, which is no longer this object's."""
+    def _claim(self, saved: _HostActivation) -> _Moving:
+        """Return a tensor on the device, or on its way there, and give it up."""
         for moving in self._used:
             if moving.saved() is saved:
                 self._used.remove(moving)

@@ -167,10 +167,14 @@ class Search:
         found: "tuple[Estimate, DryRunReport]",
         share: float,
     ) -> "tuple[Estimate, DryRunReport] | None":
-        """Return the same batch with another share of recomputed layers, and its dry run; None if it does not fit."""
+        """Return the same batch with another share of recomputed layers, and its dry run.
+
+        None if it does not fit, or can't be faster.
+        """
         smaller = replace(self, checkpointing=(share,), batches=(found[0].workload.batch,))
         try:
-            return smaller._dry_run(model, mesh, traced, smaller.best(model, self.machine, mesh))
+            best = smaller.best(model, self.machine, mesh)
+            return smaller._dry_run(model, mesh, traced, best) if best.bound_s < found[1].seconds else None
         except BudgetError:
             return None
 
