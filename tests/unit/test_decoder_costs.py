@@ -58,7 +58,7 @@ def test_a_formula_is_the_trace(name, adapters, checkpointing):
     for field in ("params", "frozen_params", "frozen_bytes", "param_bytes", "tokens"):
         assert getattr(counted, field) == getattr(traced, field), field
     # The gradient of the first layer's input is not needed, if the embedding is frozen.
-    assert counted.operations == pytest.approx(traced.operations, rel=0.03)
+    assert counted.operations == pytest.approx(traced.operations, rel=0.035)
     assert counted.non_model_bytes == pytest.approx(traced.non_model_bytes, rel=0.05)
     assert counted.device_bytes == pytest.approx(traced.device_bytes, rel=0.1)
     assert traced.device_bytes <= traced.non_model_bytes + traced.working_bytes
