@@ -21,7 +21,7 @@ MOST_LINES = {
     "_layout": 919,
     "_models": 767,
     "_params": 3110,
-    "_perf_model": 2731,
+    "_perf_model": 2766,
     "_plan": 1779,
     "_report": 962,
     "_schedule": 1204,

@@ -144,6 +144,41 @@ def option_of(share: float) -> float | Literal["products"]:
     return "products" if share == PRODUCTS_ONLY else share
 
 
+def with_products(
+    whole: Callable[[int, Checkpointing], Workload],
+) -> Callable[[int, Checkpointing], Workload]:
+    """Return workloads of which those that store products are traced for the first batch alone.
+
+    A trace takes a second. For other batches each of their figures lies between those of storing all and of storing
+    inputs, where it does for the first one.
+    """
+    traced: list[int] = []
+
+    def workload(batch: int, checkpointing: Checkpointing) -> Workload:
+        if checkpointing != "products":
+            return whole(batch, checkpointing)
+        traced.append(batch)
+        if batch == (first := traced[0]):
+            return whole(batch, checkpointing)
+        stored, recomputed = whole(batch, False), whole(batch, True)
+
+        def of(name: str) -> float:
+            most, found, least = (getattr(whole(first, way), name) for way in (False, "products", True))
+            share = (found - least) / (most - least) if most != least else 0.0
+            return float(getattr(recomputed, name) + share * (getattr(stored, name) - getattr(recomputed, name)))
+
+        return replace(
+            recomputed,
+            checkpointing=PRODUCTS_ONLY,
+            operations=of("operations"),
+            thin_operations=of("thin_operations"),
+            other_bytes=round(of("other_bytes")),
+            non_model_bytes=math.ceil(of("non_model_bytes")),
+        )
+
+    return workload
+
+
 def of_shares(whole: Callable[[int, Checkpointing, Mesh], Workload]) -> Workloads:
     """Return workloads with a share of the layers recomputed in whole, while the others store their products.
 

@@ -16,7 +16,7 @@ from patrickstar._perf_model.machine_spec import Machine
 from patrickstar._perf_model.mesh import Mesh
 from patrickstar._perf_model.t5_costs import T5
 from patrickstar._perf_model.transformer_shape import Checkpointing
-from patrickstar._perf_model.workload import RECOMPUTED, Workload, Workloads, of_shares, shape_workload
+from patrickstar._perf_model.workload import RECOMPUTED, Workload, Workloads, of_shares, shape_workload, with_products
 from patrickstar.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def planned_shape(name: str, shape: Gpt | T5, capacity_factor: float | None = No
 
 def planned_trace(model: "TracedModel", machine: Machine) -> PlannedModel:
     """Return a model whose workload is traced in dry runs on a machine."""
-    of_process = model.workloads(machine)
+    of_process = with_products(model.workloads(machine))
 
     def workload(batch: int, checkpointing: Checkpointing, mesh: Mesh) -> Workload:
         if mesh.lockstep:
