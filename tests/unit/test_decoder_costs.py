@@ -10,8 +10,10 @@ from patrickstar._models.open_models import OPEN_MODELS
 from patrickstar._models.vocabulary import Vocabulary
 from patrickstar._perf_model.adapters import Adapters
 from patrickstar._perf_model.machine_parts import machine_of_parts
+from patrickstar._perf_model.mesh import Mesh
 from patrickstar._perf_model.workload import Workload
-from patrickstar._plan.traced_model import language_model
+from patrickstar._plan.planned_model import find_planned_model
+from patrickstar._plan.traced_model import TracedModel, language_model
 
 MACHINE = machine_of_parts("rtx4090")
 LORA, QLORA = Adapters(16), Adapters(8, quantized=True)
@@ -63,3 +65,14 @@ def test_a_formula_is_the_trace(name, adapters, checkpointing):
     assert counted.device_bytes == pytest.approx(traced.device_bytes, rel=0.1)
     assert traced.device_bytes <= traced.non_model_bytes + traced.working_bytes
     assert compute_s(counted) == pytest.approx(compute_s(traced), rel=0.12)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_plans_of_open_models_on_gpus_trace_nothing(monkeypatch):
+    """But for tiled losses, which formulas do not have."""
+    monkeypatch.setattr(TracedModel, "workloads", lambda *args: pytest.fail("a trace"))
+    plan = find_planned_model("llama-3.2-1b", 512, MACHINE, None)
+    decoder = OPEN_MODELS["llama-3.2-1b"].decoder()
+    assert plan.workload(2, 1.0, Mesh()) == decoder.workload(2, 512, True, None)
+    with pytest.raises(pytest.fail.Exception, match="a trace"):
+        find_planned_model("llama-3.2-1b", 512, MACHINE, None, tiled_loss=True)

@@ -22,7 +22,7 @@ MOST_LINES = {
     "_models": 767,
     "_params": 3110,
     "_perf_model": 2766,
-    "_plan": 1779,
+    "_plan": 1790,
     "_report": 962,
     "_schedule": 1204,
     "_step": 4784,

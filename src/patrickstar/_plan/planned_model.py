@@ -57,7 +57,8 @@ def find_planned_model(
     """Find a model by preset, whose workload is computed by formulas, or configuration, which is traced in a dry run.
 
     The configuration is a file, that of a preset for training with experts, or that of a well-known open model.
-    Formulas are of full fine-tuning in 16 bits: a preset with adapters, a tiled loss, or in fp32, is traced.
+    Formulas are of full fine-tuning in 16 bits: a preset with adapters, a tiled loss, or in fp32, is traced. Those of
+    open models, which are for adapters, too, are of GPUs: a trace of each batch takes a second.
 
     Raises:
         ConfigError: The name is neither, and the message suggests the nearest names; the model has no experts for
@@ -87,7 +88,15 @@ def find_planned_model(
     source = find_model(name)
     source.check_sequence(sequence)
     traced = language_model(source, sequence, adapters, machine.precision, tiled_loss)
-    return replace(planned_trace(traced, machine), adapters=adapters)
+    found = None if tiled_loss or machine.gpu is None or machine.precision == "fp32" else find_open_model(name)
+    decoder = None if found is None else found.decoder()
+    if decoder is None or (adapters is not None and decoder.expert_numel):
+        return replace(planned_trace(traced, machine), adapters=adapters)
+
+    def counted(batch: int, checkpointing: Checkpointing) -> Workload:
+        return decoder.workload(batch, sequence, checkpointing, adapters)
+
+    return replace(planned_trace(traced, machine, counted), adapters=adapters)
 
 
 def planned_shape(name: str, shape: Gpt | T5, capacity_factor: float | None = None) -> PlannedModel:
@@ -101,9 +110,11 @@ def planned_shape(name: str, shape: Gpt | T5, capacity_factor: float | None = No
     return PlannedModel(text, shape.sequence, of_shares(partial(shape_workload, shape)), traced)
 
 
-def planned_trace(model: "TracedModel", machine: Machine) -> PlannedModel:
-    """Return a model whose workload is traced in dry runs on a machine."""
-    of_process = with_products(model.workloads(machine))
+def planned_trace(
+    model: "TracedModel", machine: Machine, counted: Callable[[int, Checkpointing], Workload] | None = None
+) -> PlannedModel:
+    """Return a model whose workload is traced in dry runs on a machine, unless it is `counted` by a formula."""
+    of_process = with_products(model.workloads(machine)) if counted is None else counted
 
     def workload(batch: int, checkpointing: Checkpointing, mesh: Mesh) -> Workload:
         if mesh.lockstep:
