@@ -144,6 +144,18 @@ def option_of(share: float) -> float | Literal["products"]:
     return "products" if share == PRODUCTS_ONLY else share
 
 
+def _with_costs(work: Workload, share: float, of: Callable[[str], float], non_model_bytes: int) -> Workload:
+    """Return a workload with another share of recomputed layers, and its costs by their names."""
+    return replace(
+        work,
+        checkpointing=share,
+        operations=of("operations"),
+        thin_operations=of("thin_operations"),
+        other_bytes=round(of("other_bytes")),
+        non_model_bytes=non_model_bytes,
+    )
+
+
 def with_products(
     whole: Callable[[int, Checkpointing], Workload],
 ) -> Callable[[int, Checkpointing], Workload]:
@@ -167,14 +179,7 @@ def with_products(
             share = (found - least) / (most - least) if most != least else 0.0
             return float(getattr(recomputed, name) + share * (getattr(stored, name) - getattr(recomputed, name)))
 
-        return replace(
-            recomputed,
-            checkpointing=PRODUCTS_ONLY,
-            operations=of("operations"),
-            thin_operations=of("thin_operations"),
-            other_bytes=round(of("other_bytes")),
-            non_model_bytes=math.ceil(of("non_model_bytes")),
-        )
+        return _with_costs(recomputed, PRODUCTS_ONLY, of, math.ceil(of("non_model_bytes")))
 
     return workload
 
@@ -197,14 +202,8 @@ def of_shares(whole: Callable[[int, Checkpointing, Mesh], Workload]) -> Workload
             least, most = getattr(stored, name), getattr(recomputed, name)
             return float(least + share * (most - least))
 
-        return replace(
-            recomputed,
-            checkpointing=share,
-            operations=between("operations"),
-            thin_operations=between("thin_operations"),
-            other_bytes=round(between("other_bytes")),
-            non_model_bytes=math.ceil(between("device_bytes")) - (recomputed.device_bytes - recomputed.non_model_bytes),
-        )
+        beside = recomputed.device_bytes - recomputed.non_model_bytes
+        return _with_costs(recomputed, share, between, math.ceil(between("device_bytes")) - beside)
 
     return workload
 

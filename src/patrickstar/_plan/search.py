@@ -152,11 +152,11 @@ class Search:
             if (other := self._tried(model, mesh, traced, found, share)) is not None:
                 found = min(found, other, key=lambda each: each[1].seconds)
                 break
-        share = found[0].workload.checkpointing / 2
-        if self.machine.gpu is None or share not in (half / 2 for half in SHARES):
+        share = found[0].workload.checkpointing
+        if self.machine.gpu is None or share not in SHARES:
             return found
         of_host = replace(model, workload=offloading(model.workload, OFFLOADED))
-        other = self._tried(of_host, mesh, traced, found, share)
+        other = self._tried(of_host, mesh, traced, found, share / 2)
         return found if other is None else min(found, other, key=lambda each: each[1].seconds)
 
     def _tried(
