@@ -9,7 +9,10 @@ import torch
 from patrickstar._perf_model.machine_spec import DiskDrive, Host, Links, Machine
 from patrickstar._tiers.hardware import Hardware
 
-MEASURED = "patrickstar._dry_run.machine_profile.profile_machine", "patrickstar._dry_run.simulation.profile_machine"
+MEASURED = (
+    "patrickstar._dry_run.machine_profile.profile_machine",
+    "patrickstar._dry_run.measured_machine.profile_machine",
+)
 """Names by which dry runs and plans measure this machine."""
 
 

@@ -119,10 +119,11 @@ class Config(Options):
     """When updates take effect. Default None: before the next forward reads a parameter, so that results are those of
     plain PyTorch. `Delayed()`: one step later, so that nothing waits for them. `LockFree()`: as soon as the disk has
     delivered their states."""
-    activation_checkpointing: Annotated[float, Field(ge=0, le=1)] | Literal["products"] | None = None
+    activation_checkpointing: Annotated[float, Field(ge=0, le=1)] | Literal["products", "auto"] | None = None
     """Share of the layers of a model of transformers, the first ones, that store their input alone and are computed
     again in backward: 0.5, or True for all. The others store what their matrix products and their attention return, and
-    compute the rest again; with "products" all do. 0 or False: all activations are stored. Default None: as the model
+    compute the rest again; with "products" all do. 0 or False: all activations are stored. "auto": the fastest of these
+    and of shares of `activation_offload`, by dry runs with the inputs of the first forward. Default None: as the model
     is set."""
     activation_offload: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of the saved activations, in bytes, that are on the host between forward and backward: 0.5, or True for
@@ -148,7 +149,7 @@ class Config(Options):
             keep_fp32: Sequence[str] = ...,
             optimizer: Optimizer | Mapping[str, Any] | Callable[..., torch.optim.Optimizer] = ...,
             update: Delayed | LockFree | Mapping[str, Any] | None = ...,
-            activation_checkpointing: float | Literal["products"] | None = ...,
+            activation_checkpointing: float | Literal["products", "auto"] | None = ...,
             activation_offload: float = ...,
             tiled_loss: bool = ...,
             reduce_dtype: Literal["16-bit", "fp32"] = ...,
@@ -221,6 +222,15 @@ class Config(Options):
                 f"torch.optim"
             )
         return chosen
+
+    @model_validator(mode="after")
+    def _chosen_together(self) -> "Config":
+        if self.activation_checkpointing == "auto" and self.activation_offload:
+            raise ValueError(
+                "activation_checkpointing='auto' chooses the share of activation_offload, too: leave that "
+                "out, or name both shares"
+            )
+        return self
 
     @model_validator(mode="after")
     def _sums_without_overflow(self) -> "Config":

@@ -20,6 +20,7 @@ from toys import batches, layers, mean_square
 
 import patrickstar as ps
 from patrickstar import testing
+from patrickstar._autograd.recomputed_layers import Activations
 from patrickstar._distributed.gloo_collectives import GlooCollectives
 from patrickstar._distributed.process_group import World
 from patrickstar._dry_run.precision_choice import settle_precision
@@ -144,6 +145,24 @@ def test_two_processes_choose_one_precision():
     asked = ps.Config(device="cpu", precision="auto" if dist.get_rank() == 0 else "bf16")
     with pytest.raises(ConfigError, match="processes differ in precision: rank 0 has 'auto', rank 1 has 'bf16'"):
         ps.initialize(layers(8, 2), asked)
+
+
+@ranks.in_processes(2)
+def test_two_processes_choose_what_activations_do():
+    torch.manual_seed(0)
+    config = ps.Config(
+        device="cpu", precision="fp32", device_memory="8MiB", host_memory="64MiB", activation_checkpointing="auto"
+    )
+    with (
+        ps.initialize(lambda: layers(256, 8, nn.GELU), config) as (engine, optimizer),
+        pytest.MonkeyPatch.context() as own,
+    ):
+        found = (Activations(None, 0.4), "a test") if not dist.get_rank() else None
+        own.setattr("patrickstar._engine.activation_choice._fastest", lambda *args: found)
+        for _ in range(3):
+            engine.backward(mean_square(engine(torch.randn(8, 256))))
+            optimizer.step()
+        assert engine.config.activation_offload == 0.4 and engine.stats.last.d2h_bytes > 0
 
 
 @ranks.in_processes(2)

@@ -22,6 +22,7 @@ from transfer_bounds import min_transfer_bytes
 import patrickstar as ps
 from patrickstar import functional
 from patrickstar._dry_run.host_time import HostCosts
+from patrickstar._dry_run.measured_machine import MeasuredMachine
 from patrickstar._dry_run.op_tracer import OpCost
 from patrickstar._dry_run.report import DryRunReport
 from patrickstar._dry_run.simulation import forward_backward_step, simulate, simulate_on_this_machine
@@ -221,9 +222,9 @@ def test_predicted_memory_is_measured_memory(case, room, precision, tmp_path, mo
             run_step(engine, batch)
         trace, measured = engine.inspect().trace, engine.stats.last
     del engine, batch
-    batch = inputs()
+    batch, cpu = inputs(), torch.device("cpu")
     report = simulate_on_this_machine(
-        make, build, config, lambda other: run_step(other, batch), torch.device("cpu"), LAPTOP
+        make, build, config, lambda other: run_step(other, batch), cpu, MeasuredMachine(cpu, LAPTOP)
     )
     predicted = [moment.non_model_bytes for moment in report.trace.moments]
     assert predicted == [moment.non_model_bytes for moment in trace]

@@ -1,14 +1,16 @@
 """Layers of transformers models that are computed again in backward, so that their activations are not stored."""
 
 import sys
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from patrickstar._autograd.module_hooks import ModuleHooks
 from patrickstar._autograd.selective_checkpoint import selective_contexts
+from patrickstar.config import Config
 from patrickstar.errors import ConfigError
 
 # [Note: recomputed layers]
@@ -25,13 +27,33 @@ from patrickstar.errors import ConfigError
 # that are recomputed would add to a second time.
 
 
+class Activations(NamedTuple):
+    """Values of the options `activation_checkpointing` and `activation_offload`."""
+
+    activation_checkpointing: float | Literal["products"] | None
+    activation_offload: float
+
+    def __str__(self) -> str:
+        share, offloaded = self
+        layers = "results of products stored" if share == "products" else f"{share or 0:.0%} of the layers recomputed"
+        return f"{layers if share else 'all stored'}, {offloaded:.0%} offloaded"
+
+
+def chosen_activations(config: Config) -> str:
+    """Describe the choice that a configuration has in place of "auto"."""
+    share = config.activation_checkpointing
+    if share == "auto":
+        return "nothing chosen yet"
+    return str(Activations(share, config.activation_offload))
+
+
 def find_layers(model: nn.Module) -> list[nn.Module]:
     """Return the layers of a model of transformers that can be recomputed, in their order.
 
     Raises:
         ConfigError: The model has none.
     """
-    if not (layers := _layers(model)):
+    if not (layers := layers_of(model)):
         raise ConfigError(
             f"activation_checkpointing: {type(model).__name__} has no layers of transformers that can be recomputed; "
             f"call torch.utils.checkpoint.checkpoint in its forward, and leave the option out"
@@ -41,17 +63,18 @@ def find_layers(model: nn.Module) -> list[nn.Module]:
 
 def can_recompute(model: nn.Module) -> bool:
     """Return whether a model has layers that can be recomputed, and none that is by now."""
-    layers = _layers(model)
+    layers = layers_of(model)
     return bool(layers) and not any(layer.gradient_checkpointing for layer in layers)
 
 
-def _layers(model: nn.Module) -> list[nn.Module]:
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """Return the layers of a model of transformers that can be recomputed, in their order; none of other models."""
     transformers: Any = sys.modules.get("transformers.modeling_layers")
     known = () if transformers is None else transformers.GradientCheckpointingLayer
     return [module for module in model.modules() if isinstance(module, known)]
 
 
-def recompute(model: nn.Module, share: float | Literal["products"], hooks: ModuleHooks) -> None:
+def recompute(model: nn.Module, share: float | Literal["products"], hooks: ModuleHooks, *, caches: bool = True) -> None:
     """Recompute the layers of a model until the hooks are removed.
 
     Args:
@@ -59,13 +82,20 @@ def recompute(model: nn.Module, share: float | Literal["products"], hooks: Modul
         share: Share of the layers, the first ones, that are recomputed in whole, rounded to whole layers; the others
             store what their products return, as all do with "products". 0: all activations are stored.
         hooks: Hooks of the engine.
+        caches: With share 0 keys and values go to a cache, as in the model itself. False: as with any other share, so
+            that gradients have the same bits.
     """
     layers = find_layers(model)
     in_whole = partial(checkpoint, use_reentrant=False)
     selectively = partial(in_whole, context_fn=selective_contexts)
     others = set(layers if share == "products" else layers[round(share * len(layers)) :])
+    of_others = selectively if share or caches else _store
     for module in model.modules():
         if hasattr(module, "gradient_checkpointing"):
-            hooks.replace_attribute(module, "gradient_checkpointing", bool(share))
-            call = selectively if module in others else in_whole
+            hooks.replace_attribute(module, "gradient_checkpointing", bool(share) or not caches)
+            call = of_others if module in others else in_whole
             hooks.replace_attribute(module, "_gradient_checkpointing_func", call)
+
+
+def _store(layer: Callable[..., Any], *args: Any) -> Any:
+    return layer(*args)

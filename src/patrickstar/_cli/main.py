@@ -102,7 +102,7 @@ def train(
     ] = False,
     checkpointing_share: Annotated[
         str | None,
-        typer.Option(help="Share of the layers to recompute in whole, or 'products' to keep results of products."),
+        typer.Option(help="Share of the layers to recompute; 'products' stores results of products; 'auto' chooses."),
     ] = None,
     activation_offload: Annotated[
         bool,

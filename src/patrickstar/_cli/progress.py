@@ -141,6 +141,7 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
             f"{format_size(summary.model_data_bytes)}, {ratio:.2f} times the device budget of "
             f"{format_size(summary.device_budget_bytes)}; {format_size(summary.padding_bytes)} of it padding",
         ),
+        *([("activations", f"{summary.activations}, chosen by dry runs")] if summary.activations else []),
         ("steps", f"{steps} in {summary.elapsed_s:.1f} s{unfinished}"),
         ("loss", f"{summary.loss_first:.4f} at the start, {summary.loss_last:.4f} at the end{means}"),
         ("tokens/s", f"{summary.tokens_per_s:,.0f}"),

@@ -40,3 +40,5 @@ class Summary:
     tp: int = 1
     ep: int = 1
     replicas: int = 1
+    activations: str = ""
+    """What was chosen for activations; empty if the options name it."""

@@ -14,6 +14,7 @@ from rich.console import Console
 from torch.optim.lr_scheduler import LambdaLR
 
 import patrickstar as ps
+from patrickstar._autograd.recomputed_layers import chosen_activations
 from patrickstar._checkpoint.metadata import precision_of
 from patrickstar._cli.console import print_row, print_text
 from patrickstar._cli.corpus import Corpus, open_corpus
@@ -289,7 +290,7 @@ def _gradients(run: "_TrainingRun", batches: Iterator[torch.Tensor]) -> tuple[fl
 
 def _summary(run: _TrainingRun, records: list[StepRecord], unfinished_s: float | None) -> Summary:
     options, engine = run.options, run.engine
-    layout = engine.layout
+    layout, config = engine.layout, engine.config
     losses = [record.loss for record in records if record.loss is not None]
     timed, loss_steps = records[1:] or records, max(1, min(_MEAN_STEPS, len(losses) // 2))
     return Summary(
@@ -297,7 +298,7 @@ def _summary(run: _TrainingRun, records: list[StepRecord], unfinished_s: float |
         parameters=sum(param.numel() for param in engine.parameters()),
         machine=machine_name(engine.device),
         device=engine.device.type,
-        precision=engine.config.precision,
+        precision=config.precision,
         steps=len(records),
         interrupted=unfinished_s is not None,
         unfinished_s=unfinished_s or 0.0,
@@ -318,4 +319,5 @@ def _summary(run: _TrainingRun, records: list[StepRecord], unfinished_s: float |
         ep=options.ep,
         replicas=options.replicas,
         stats=engine.stats.total,
+        activations=chosen_activations(config) if options.checkpointing_share == "auto" else "",
     )

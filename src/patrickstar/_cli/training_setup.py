@@ -1,6 +1,6 @@
 """Configuration of a training run, from its options."""
 
-from typing import Literal
+from typing import Literal, cast
 
 import patrickstar as ps
 from patrickstar._cli.train_options import TrainOptions
@@ -25,7 +25,7 @@ def training_config(options: TrainOptions) -> ps.Config:
     )
 
 
-def _recomputed_share(options: TrainOptions) -> float | Literal["products"] | None:
+def _recomputed_share(options: TrainOptions) -> float | Literal["products", "auto"] | None:
     share = options.checkpointing_share
     if share is None:
         return 1.0 if options.activation_checkpointing else None
@@ -34,12 +34,14 @@ def _recomputed_share(options: TrainOptions) -> float | Literal["products"] | No
             f"--checkpointing-share {share} and --activation-checkpointing, which recomputes all layers, exclude each "
             f"other"
         )
-    if share == "products":
-        return "products"
+    if share in ("products", "auto"):
+        return cast(Literal["products", "auto"], share)
     try:
         return float(share)
     except ValueError:
-        raise ConfigError(f"--checkpointing-share {share!r} is neither a share of the layers nor 'products'") from None
+        raise ConfigError(
+            f"--checkpointing-share {share!r} is neither a share of the layers nor 'products' or 'auto'"
+        ) from None
 
 
 def _disk(options: TrainOptions) -> ps.Disk | None:

@@ -8,7 +8,7 @@ import copy
 import math
 import random
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -19,14 +19,13 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from patrickstar._autograd.recomputed_layers import layers_of
 from patrickstar._chunks.chunk_manager import ChunkManager
 from patrickstar._dry_run.cluster import Cluster, slowed_down
-from patrickstar._dry_run.host_costs import measure_host
 from patrickstar._dry_run.host_time import HostClock, HostCosts
 from patrickstar._dry_run.lanes import name_parameters
-from patrickstar._dry_run.machine_profile import profile_machine
+from patrickstar._dry_run.measured_machine import MeasuredMachine
 from patrickstar._dry_run.module_trace import ModuleTrace
-from patrickstar._dry_run.op_benchmark import OpBenchmark
 from patrickstar._dry_run.op_tracer import (
     DEVICE_GRAIN_BYTES,
     OpCost,
@@ -93,49 +92,66 @@ def simulate_on_this_machine(
     config: Config,
     step: Step,
     device: torch.device,
-    machine: Machine | None = None,
+    measured: MeasuredMachine | None = None,
     processes: int = 1,
     replicas: int = 1,
 ) -> DryRunReport:
     """Run `simulate` for this machine with measured operator costs; takes a few seconds.
 
-    `machine` comes from `profile_machine`; by default the machine is profiled first. Operators are measured with the
-    threads that each of several processes uses. The random state and the number of threads are restored.
+    `measured`: what earlier dry runs have measured; by default the machine is measured first. Operators are measured
+    with the threads that each of several processes uses. The random state and the number of threads are restored.
     """
     with kept_global_state(device):
-        if machine is None:
-            machine = profile_machine(device, config.disk.directory if config.disk is not None else None)
-        cluster = Cluster(machine, processes, replicas)
+        if measured is None:
+            measured = MeasuredMachine.here(device, config.disk.directory if config.disk is not None else None)
+        cluster = Cluster(measured.machine, processes, replicas)
         if device.type == "cpu" and processes > 1:
             torch.set_num_threads(min(torch.get_num_threads(), cluster.threads))
         hardware = Hardware(device)
         budget_bytes = int(config.device_memory or hardware.device_bytes(processes > 1))
         outside_bytes = hardware.outside_plan_bytes(config.compute_dtype, config.optimizer.may_multiply, budget_bytes)
-        bandwidth = (machine.gpu or machine.host).memory_bandwidth
-        costs = OpBenchmark(device, bandwidth, roofline(machine))
+        costs = measured.operators
         own_costs = slowed_down(costs, cluster.slowdown) if device.type == "cpu" else costs
         run = partial(
-            simulate, make_engine, model, config, step, machine, own_costs, processes=processes, replicas=replicas
+            simulate,
+            make_engine,
+            model,
+            config,
+            step,
+            measured.machine,
+            own_costs,
+            processes=processes,
+            replicas=replicas,
         )
         # Measure all operators first: the second run then times Python, autograd and the engine alone.
         run(steps=1)
-        report = run(host=measure_host(costs), library_bytes=outside_bytes)
+        report = run(host=measured.host, library_bytes=outside_bytes)
         return replace(report, estimated=tuple(sorted(costs.estimated)))
 
 
-def dry_run_engine(engine: Any, step: Step) -> DryRunReport:
-    """Run a dry run of `step` with an existing engine's model, budgets and processes on this machine."""
+def dry_run_engine(
+    engine: Any, step: Step, options: Mapping[str, Any] | None = None, measured: MeasuredMachine | None = None
+) -> DryRunReport:
+    """Run a dry run of `step` with an existing engine's model, budgets and processes on this machine.
+
+    Args:
+        engine: Engine.
+        step: Step of its training.
+        options: Options of the configuration that differ from the engine's.
+        measured: See `simulate_on_this_machine`.
+    """
     host_bytes = engine.host_budget_bytes * len(engine.world.local_ranks)
     budgets = {"device_memory": engine.device_budget_bytes, "host_memory": host_bytes}
     model, mesh = engine.module, engine._core.distribution.mesh
     return simulate_on_this_machine(
         type(engine),
         lambda: copy_to_meta(model),
-        engine.config.model_copy(update=budgets),
+        engine.config.model_copy(update={**budgets, **(options or {})}),
         step,
         engine.device,
-        processes=engine.world.size,
-        replicas=mesh.replicas,
+        measured,
+        engine.world.size,
+        mesh.replicas,
     )
 
 
@@ -297,6 +313,9 @@ def simulate(
         files = dict(log=None, replay=None) if isinstance(config.update, LockFree) else {}
         config = config.model_copy(update={"update": config.update.model_copy(update={"after": 1} | files)})
     model, weights = meta_model(model)
+    if config.activation_checkpointing == "auto":  # what takes the least memory, as long as nothing is chosen
+        least = 1.0 if layers_of(model) else None
+        config = config.model_copy(update={"activation_checkpointing": least})
     if machine.gpu is not None:  # on a CPU they are in the process's memory before the engine is there
         library_bytes += constants_bytes(model)
     meter = TensorMeter(DEVICE_GRAIN_BYTES) if machine.gpu is not None else TensorMeter(allocator=cpu_allocator())

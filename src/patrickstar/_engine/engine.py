@@ -246,6 +246,10 @@ class Engine:
         if not torch.is_grad_enabled():
             with core.cleanup_on_error(), core.data.residency.evaluation(key), interruptible():
                 return self.module(*args, **kwargs)
+        if self.config.activation_checkpointing == "auto":
+            from patrickstar._engine.activation_choice import choose_activations
+
+            choose_activations(self, core, args, kwargs)
         with core.cleanup_on_error(), core.tracer.in_iteration(), ExitStack() as stack:
             core.begin_iteration(key, (args, kwargs))
             core.manager.begin_phase("forward")

@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from patrickstar._autograd.recomputed_layers import can_recompute
 from patrickstar._dry_run.fit_check import Trial, batch_of, default_loss
+from patrickstar._dry_run.measured_machine import MeasuredMachine
 from patrickstar._dry_run.report import DryRunReport
 from patrickstar._dry_run.simulation import (
     Step,
@@ -87,7 +88,9 @@ class TracedModel:
         build, step = self.build, self.step(work.batch)
         if machine.measured:
             found = config.find_device()
-            return simulate_on_this_machine(Engine, build, config, step, found, machine, best.processes)
+            return simulate_on_this_machine(
+                Engine, build, config, step, found, MeasuredMachine(found, machine), best.processes
+            )
         return simulate(Engine, build, config, step, machine, processes=best.processes)
 
 
