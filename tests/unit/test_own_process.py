@@ -10,7 +10,9 @@ import pytest
 from sampling import NIGHTLY, nightly
 
 VARIABLES = {"TRITON_INTERPRET": "1", "ATEN_CPU_CAPABILITY": "default"}
-FILES = ["torch_without_avx.py"] + ["interpreted_triton.py"] * (importlib.util.find_spec("triton") is not None)
+INTERPRETED = {"triton": "interpreted_triton.py", "liger_kernel": "interpreted_liger.py"}
+"""Files by the package that they need."""
+FILES = ["torch_without_avx.py", *(file for name, file in INTERPRETED.items() if importlib.util.find_spec(name))]
 
 
 @pytest.mark.long("imports torch, and interprets kernels: a fifth of a second for each program of a sum")
