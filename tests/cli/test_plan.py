@@ -202,7 +202,10 @@ def test_a_plan_says_what_late_updates_would_gain(plan_and_values):
         (["--host-bandwidth", "170GB/h"], "--host-bandwidth 170GB/h: write a rate such as 170GB/s"),
         (["--model", "gpt-12b", "--host-memory", "1GB", "--gpus", "1"], "more host memory"),
         (["--model", "gpt-12b", "--batch", "4096"], "a smaller batch"),
-        (["--model", "gpt-12b", "--batch", "4096", "--gpus", "1"], "--batch 26 --activation-checkpointing fits"),
+        (
+            ["--model", "gpt-12b", "--batch", "4096", "--gpus", "1"],
+            "--batch 26 --activation-checkpointing fits; 256 passes of 16 accumulate as many sequences per step",
+        ),
         (
             ["--model", "gpt-12b", "--batch", "16", "--gpus", "1", "--no-activation-checkpointing"],
             "--batch 3 or --batch 16 --activation-checkpointing fits",

@@ -8,7 +8,6 @@ import pytest
 import torch
 from sampling import nightly
 from torch import nn
-from toys import update
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import patrickstar as ps
@@ -28,12 +27,15 @@ def options(**more):
     return ps.Config(device="cpu", precision="fp32", **{"device_memory": 4 << 20, "host_memory": ROOM} | more)
 
 
-def train(build, config, sample=SAMPLE, *, before=None):
+def train(build, config, sample=SAMPLE, *, before=None, passes=1):
     torch.manual_seed(0)
     engine, _ = ps.initialize(build, config, sample=before)
     try:
         for _ in range(3 if nightly() else 2):
-            update(engine, engine(**sample).loss)
+            for left in reversed(range(passes)):
+                engine.backward(engine(**sample).loss, accumulate=left > 0)
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
         return engine.state_dict()
     finally:
         engine.close(keep=False)
@@ -41,20 +43,21 @@ def train(build, config, sample=SAMPLE, *, before=None):
 
 def follow(setting, less, tmp_path):
     """Train as one named setting says."""
-    build, config, sample = gpt, options(**less), SAMPLE
+    build, config, sample, passes = gpt, options(**less), SAMPLE, 1
     if match := re.fullmatch(r"(device_memory|host_memory)='(\d+MiB)'", setting):
         config = options(**less | {match[1]: match[2]})
     elif setting == "disk=ps.Disk(directory)":
         config = options(**less, disk=tmp_path)
     elif setting == "activation_offload=True":
         config = options(**less, activation_offload=True)
-    elif match := re.fullmatch(r"a batch of (\d+) in place of 4", setting):
-        sample = {name: value[: int(match[1])] for name, value in SAMPLE.items()}
+    elif match := re.fullmatch(r"(?:(\d+) passes per step with )?a batch of (\d+) in place of 4", setting):
+        sample = {name: value[: int(match[2])] for name, value in SAMPLE.items()}
+        passes = int(match[1] or 1)
     else:
         assert setting == "activation_checkpointing=True"
         config = options(**less, activation_checkpointing=True)
 
-    return train(build, config, sample)
+    return train(build, config, sample, passes=passes)
 
 
 def settings_of(message):

@@ -83,7 +83,9 @@ class Draw:
         available_bytes = int(total_bytes * (1 - choice.uniform(0, 0.8)))
         return cls(width, blocks, rows, device_bytes, total_bytes, available_bytes, choice.random() < 0.5)
 
-    def train(self, *, rows: int | None = None, steps: int = 3, advised: bool = False, **options: object) -> str:
+    def train(
+        self, *, rows: int | None = None, passes: int = 1, steps: int = 3, advised: bool = False, **options: object
+    ) -> str:
         """Create an engine and train; return the message of a refusal, empty without one. `advised`: with advice."""
         config = ps.Config(**{"device": "cpu", "precision": "fp32", "device_memory": self.device_bytes} | options)
         batch, build = torch.ones(rows or self.rows, self.width), partial(Model, self.width, self.blocks)
@@ -93,7 +95,7 @@ class Draw:
                 engine, _ = ps.initialize(build, config, sample=batch if self.sampled else None)
             else:
                 engine = ps.Engine(build, config)
-            train(engine, [(batch,)] * steps)
+            train(engine, [(batch,)] * steps * passes, accumulation=passes)
         except ps.errors.BudgetError as error:
             return str(error)
         finally:
@@ -109,8 +111,8 @@ def settings_of(message: str, draw: Draw, directory: Path) -> dict[str, dict[str
     for text in found[1].split("; ") if (found := NAMED.search(message)) else []:
         if budget := re.fullmatch(r"(device_memory|host_memory)='(\d+MiB)'", text):
             settings[text] = {budget[1]: budget[2]}
-        elif batch := re.fullmatch(rf"a batch of (\d+) in place of {draw.rows}", text):
-            settings[text] = {"rows": int(batch[1])}
+        elif batch := re.fullmatch(rf"(?:(\d+) passes per step with )?a batch of (\d+) in place of {draw.rows}", text):
+            settings[text] = {"rows": int(batch[2]), "passes": int(batch[1] or 1)}
         else:
             settings[text] = others[text]
     for device, host in PAIRS.findall(message):  # for the model data, without activations

@@ -47,11 +47,12 @@ AMPLE_BYTES = 1 << 60
 
 @dataclass(frozen=True)
 class Trial:
-    """A training step that a dry run tries: a configuration, and the inputs of the model."""
+    """A training step that a dry run tries: a configuration, and the inputs of the model in each of its passes."""
 
     config: Config
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    passes: int = 1
 
     @classmethod
     def of(cls, config: Config, sample: Any) -> "Trial":
@@ -106,7 +107,7 @@ class FitCheck:
 
     def run(self, trial: Trial) -> DryRunReport:
         """Dry-run a step with the budgets that this machine gives it. Raises BudgetError if it does not fit."""
-        step = forward_backward_step(self._loss, trial.args, trial.kwargs)
+        step = forward_backward_step(self._loss, trial.args, trial.kwargs, passes=trial.passes)
         config = self._with_budgets(trial.config)
         library_bytes = self._hardware.outside_plan_bytes(
             config.compute_dtype, config.optimizer.may_multiply, int(config.device_memory or 0)
@@ -200,13 +201,15 @@ class FitCheck:
             yield "tiled_loss=True"
         if not trial.config.activation_offload and self._fits(_with(trial, "activation_offload", True)):
             yield "activation_offload=True"
-        rows = batch_of(trial)
-        smaller = rows // 2 if rows is not None else 0
-        while smaller:
-            if self._fits(with_batch(trial, smaller)):
+        rows = batch_of(trial) or 1
+        for passes in range(2, rows + 1):
+            if rows % passes == 0 and self._fits(with_batch(trial, rows // passes, passes)):
+                yield f"{passes} passes per step with a batch of {rows // passes} in place of {rows}"
+                return
+        for smaller in halves(rows):
+            if self._fits(with_batch(trial, smaller)):  # without a list of accumulated gradients
                 yield f"a batch of {smaller} in place of {rows}"
-                break
-            smaller //= 2
+                return
 
     def _fits(self, trial: Trial) -> bool:
         return self._try(trial) is not None
@@ -276,7 +279,13 @@ def batch_of(trial: Trial) -> int | None:
     return sizes.pop() if len(sizes) == 1 else None
 
 
-def with_batch(trial: Trial, rows: int) -> Trial:
-    """Return the trial with the first `rows` rows of its inputs."""
+def halves(rows: int) -> Iterator[int]:
+    """Yield half of a batch, half of that, and so on, down to one row."""
+    while rows := rows // 2:
+        yield rows
+
+
+def with_batch(trial: Trial, rows: int, passes: int = 1) -> Trial:
+    """Return the trial with the first `rows` rows of its inputs, in each of so many passes."""
     args, kwargs = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor[:rows], (trial.args, trial.kwargs))
-    return replace(trial, args=args, kwargs=kwargs)
+    return replace(trial, args=args, kwargs=kwargs, passes=passes)

@@ -61,18 +61,20 @@ EngineFactory = Callable[..., Any]
 
 
 def forward_backward_step(
-    loss_of: Callable[[Any], torch.Tensor] | None, args: Any, kwargs: Any, clips: Sequence[float] = ()
+    loss_of: Callable[[Any], torch.Tensor] | None, args: Any, kwargs: Any, clips: Sequence[float] = (), passes: int = 1
 ) -> Step:
     """Return a training step on meta copies of the inputs: forward, backward (of `out.loss` or `out`), update.
 
-    `clips` are the factors of a real step's clipping, if gradients are clipped: those of 1 changed nothing.
+    `clips` are the factors of a real step's clipping, if gradients are clipped: those of 1 changed nothing. Gradients
+    of `passes` forwards and backwards are accumulated.
     """
     norms = [math.inf if factor == 1.0 else 0.0 for factor in clips]
     loss_of = loss_of or (lambda out: getattr(out, "loss", out))
     args, kwargs = pytree.tree_map_only(torch.Tensor, _to_meta, (args, kwargs))
 
     def step(engine: Any) -> None:
-        engine.backward(loss_of(engine(*args, **kwargs)))
+        for left in reversed(range(passes)):
+            engine.backward(loss_of(engine(*args, **kwargs)), accumulate=left > 0)
         for norm in norms:
             engine.clip_grad_norm_(norm)
         engine.optimizer.step()

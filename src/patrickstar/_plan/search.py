@@ -199,12 +199,17 @@ class Search:
         return with_smallest_replicas(model.workload, machine, self.mesh, self.checkpointing, min(self.batches))
 
     def _smaller_batch(self, model: PlannedModel, mesh: Mesh) -> str:
-        """Return a hint with the batches that fit, empty if there are none."""
-        batch, hints = min(self.batches), []
+        """Return a hint with the batches that fit, and the passes in which they accumulate; empty if there are none."""
+        batch, hints, largest = min(self.batches), [], 1
         # A batch that does not fit may fit with activation checkpointing.
         for share in sorted({min(self.checkpointing), max(model.shares)}):
             limit = batch if share in self.checkpointing else batch + 1
             max_batch = self._largest_batch(model, mesh, share, limit)
             if max_batch:
+                largest = max(largest, max_batch)
                 hints.append(f"--batch {max_batch}" + (" --activation-checkpointing" if share else ""))
-        return f"; {' or '.join(hints)} fits" if hints else ""
+        if not hints:
+            return ""
+        rows = max(rows for rows in range(1, largest + 1) if batch % rows == 0)
+        passes = f"; {batch // rows} passes of {rows} accumulate as many sequences per step" if rows < batch else ""
+        return f"; {' or '.join(hints)} fits{passes}"
