@@ -14,6 +14,7 @@ import patrickstar as ps
 from patrickstar._dry_run.report import DryRunReport
 from patrickstar._dry_run.simulation import simulate
 from patrickstar._models.model_source import find_model
+from patrickstar._perf_model.tiling import Tiling
 from patrickstar._models.open_models import OPEN_MODELS
 from patrickstar._plan.planner import SearchOptions
 from patrickstar._plan.traced_model import language_model
@@ -40,7 +41,7 @@ def dry_runs() -> dict[str, DryRunReport]:
     options |= {"gpu": "h200", "device_memory": "24GiB", "host_memory": "128GB", "batch": BATCH, "sequence": SEQUENCE}
     search = SearchOptions(**options | {"nodes": 1, "tp": 1, "ep": 1, "precision": "auto", "dry_run": True}).search()
     machine = search.budgets(search.machine, search.mesh)
-    model = language_model(find_model(MODEL), SEQUENCE, tiled_loss=True)
+    model = language_model(find_model(MODEL), SEQUENCE, tiling=Tiling(tiled_loss=True))
     return {
         name: simulate(
             ps.Engine, model.build, ps.Config(precision="bf16", tiled_loss=True, **way), model.step(BATCH), machine

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from patrickstar._autograd.tiled_rows import tile
 from patrickstar._autograd.uncomputed_logits import tiled_output
 from patrickstar._dry_run.precision_choice import settle_precision
 from patrickstar._kernels.grad_norm import GradStats, block_sums, fold
@@ -199,6 +200,8 @@ class ReferenceTrainer:
         if config.tiled_loss:
             output = tiled_output(self.module)
             output.layer.forward = output  # type: ignore[assignment, method-assign]
+        for tiled in tile(self.module) if config.tiled_mlp else ():
+            tiled.module.forward = tiled
         self.trained = {param for param in self.masters if param.requires_grad}
         self.optimizer = optimizer(self)
 

@@ -131,6 +131,9 @@ class Config(Options):
     tiled_loss: bool = False
     """Compute the loss of a language model of transformers by `ps.functional.linear_cross_entropy`, without storing
     logits. Reading `outputs.logits` computes them. Default False."""
+    tiled_mlp: bool = False
+    """Compute the MLPs and norms in the layers of a model of transformers by tiles of tokens, in backward again, so
+    that their widest tensors are those of a tile. It matters from some thousand tokens on. Default False."""
     reduce_dtype: Literal["16-bit", "fp32"] = "16-bit"
     """Dtype in which several processes send and sum gradients: "16-bit" (default) is the compute dtype; "fp32" sends
     twice the bytes. Replicas of a mesh send partial sums to each other in fp32 in both cases."""
@@ -152,6 +155,7 @@ class Config(Options):
             activation_checkpointing: float | Literal["products", "auto"] | None = ...,
             activation_offload: float = ...,
             tiled_loss: bool = ...,
+            tiled_mlp: bool = ...,
             reduce_dtype: Literal["16-bit", "fp32"] = ...,
         ) -> None: ...
 

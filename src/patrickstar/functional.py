@@ -31,7 +31,7 @@ __all__ = ["linear_cross_entropy"]
 # more, and the sum of token losses has another order.
 
 TILE_BYTES = 192 * 2**20
-"""Bytes of a tile's logits in the dtype of the products."""
+"""Bytes of a tile's widest tensor, such as its logits, in the dtype of the products."""
 ROW_ALIGNMENT = 128
 """Tokens of a tile are a multiple of this, as matrix units want it."""
 BLOCK_BYTES = 16 * 2**20
@@ -39,9 +39,9 @@ BLOCK_BYTES = 16 * 2**20
 operator on a GPU to take longer than its launch."""
 
 
-def _tile_tokens(vocabulary: int, itemsize: int) -> int:
-    """Return the number of tokens of a tile, whose logits have `itemsize` bytes each."""
-    return max(TILE_BYTES // (vocabulary * itemsize) // ROW_ALIGNMENT, 1) * ROW_ALIGNMENT
+def tile_rows(width: int, itemsize: int) -> int:
+    """Return the number of tokens of a tile, for which products compute `width` elements of `itemsize` bytes each."""
+    return max(TILE_BYTES // (width * itemsize) // ROW_ALIGNMENT, 1) * ROW_ALIGNMENT
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         needs = [wanted and needed for needed in ctx.needs_input_grad[:3]]
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        vocabulary, size = weight.shape[0], _tile_tokens(weight.shape[0], hidden.element_size())
+        vocabulary, size = weight.shape[0], tile_rows(weight.shape[0], hidden.element_size())
         late = hidden.dtype is torch.float16
         sum_dtype = wide if late else weight.dtype
         grad_hidden = torch.empty_like(hidden) if needs[0] else None

@@ -109,8 +109,8 @@ def test_a_tiled_loss_leaves_out_logits_and_is_in_the_configuration_to_paste():
     plain, tiled = planned(*options), planned(*options, "--tiled-loss")
     logits = 16 * 512 * PRESETS["gpt2-124m"].vocab
     assert plain["non_model_bytes"] - tiled["non_model_bytes"] > 6 * logits
-    assert "tiled_loss=True" in plan(*options, "--tiled-loss").output
-    assert_told(plan("--model", "t5-220m", "--tiled-loss"), "t5-220m with a tiled loss: its plan is a formula")
+    assert "tiled_loss=True, tiled_mlp=True" in plan(*options, "--tiled-loss", "--tiled-mlp").output
+    assert_told(plan("--model", "t5-220m", "--tiled-loss"), "t5-220m with --tiled-loss: its plan is a formula")
     assert_told(plan("--tiled-loss"), "--tiled-loss True is for the plan of one model")
 
 

@@ -11,6 +11,7 @@ from patrickstar._models.vocabulary import Vocabulary
 from patrickstar._perf_model.adapters import Adapters
 from patrickstar._perf_model.machine_parts import machine_of_parts
 from patrickstar._perf_model.mesh import Mesh
+from patrickstar._perf_model.tiling import Tiling
 from patrickstar._perf_model.workload import Workload
 from patrickstar._plan.planned_model import find_planned_model
 from patrickstar._plan.traced_model import TracedModel, language_model
@@ -75,4 +76,4 @@ def test_plans_of_open_models_on_gpus_trace_nothing(monkeypatch):
     decoder = OPEN_MODELS["llama-3.2-1b"].decoder()
     assert plan.workload(2, 1.0, Mesh()) == decoder.workload(2, 512, True, None)
     with pytest.raises(pytest.fail.Exception, match="a trace"):
-        find_planned_model("llama-3.2-1b", 512, MACHINE, None, tiled_loss=True)
+        find_planned_model("llama-3.2-1b", 512, MACHINE, None, tiling=Tiling(tiled_loss=True))

@@ -47,7 +47,7 @@ def chosen_activations(config: Config) -> str:
     return str(Activations(share, config.activation_offload))
 
 
-def find_layers(model: nn.Module) -> list[nn.Module]:
+def find_layers(model: nn.Module, option: str = "activation_checkpointing") -> list[nn.Module]:
     """Return the layers of a model of transformers that can be recomputed, in their order.
 
     Raises:
@@ -55,8 +55,8 @@ def find_layers(model: nn.Module) -> list[nn.Module]:
     """
     if not (layers := layers_of(model)):
         raise ConfigError(
-            f"activation_checkpointing: {type(model).__name__} has no layers of transformers that can be recomputed; "
-            f"call torch.utils.checkpoint.checkpoint in its forward, and leave the option out"
+            f"{option}: {type(model).__name__} has no layers of transformers that can be recomputed; call "
+            f"torch.utils.checkpoint.checkpoint in its forward, and leave the option out"
         )
     return layers
 

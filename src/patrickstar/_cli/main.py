@@ -111,6 +111,7 @@ def train(
     tiled_loss: Annotated[
         bool, typer.Option("--tiled-loss", help="Compute the loss by tiles of tokens, without storing logits.")
     ] = False,
+    tiled_mlp: Annotated[bool, typer.Option("--tiled-mlp", help="Compute MLPs and norms by tiles of tokens.")] = False,
     delay_from: Annotated[
         int | None,
         typer.Option(min=0, help="Delay updates by one step from this step on. Not exact: see docs/staleness.md."),
@@ -259,9 +260,7 @@ def plan(
         str | None,
         typer.Option(help="Rate of each host's memory, reads plus writes, such as 170GB/s. Default: its own."),
     ] = None,
-    cores: Annotated[
-        int | None, typer.Option(min=1, help="Cores of each host that training may use. Default: all.")
-    ] = None,
+    cores: Annotated[int | None, typer.Option(min=1, help="Cores of each host for training. Default: all.")] = None,
     disk: Annotated[
         str | None, typer.Option(help="Drive of each host: capacity, and rates if known, such as 1TB:7GB/s.")
     ] = None,
@@ -280,6 +279,7 @@ def plan(
     tiled_loss: Annotated[
         bool, typer.Option("--tiled-loss", help="Compute the loss by tiles of tokens, without storing logits.")
     ] = False,
+    tiled_mlp: Annotated[bool, typer.Option("--tiled-mlp", help="Compute MLPs and norms by tiles of tokens.")] = False,
     precision: Annotated[
         Literal["auto", "bf16", "fp16", "fp32"],
         typer.Option(help="Compute precision. auto: the 16-bit one of the device; on this CPU what is faster."),

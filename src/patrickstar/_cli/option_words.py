@@ -9,7 +9,7 @@ _SIZE = re.compile(rf"\b({_SIZES})=(\d+)(?: bytes)?(?: \([^)]*B\))?")
 _REPLACED = (
     (re.compile(rf"\b({_SIZES}|{_OTHERS})=(?:'([^']*)'|([\w.]+))"), r"--\1 \2\3"),
     (re.compile(r"ps\.Config\(disk=ps\.Disk\(directory\)\)|\bdisk=ps\.Disk\(directory\)"), "--disk DIRECTORY"),
-    (re.compile(r"\b(activation_checkpointing|activation_offload|tiled_loss)=True"), r"--\1"),
+    (re.compile(r"\b(activation_checkpointing|activation_offload|tiled_loss|tiled_mlp)=True"), r"--\1"),
     (re.compile(r"\bprecision=['\"](\w+)['\"]"), r"--precision \1"),
     (re.compile(rf"(?<![\w-])({_SIZES})\b"), r"--\1"),
     (re.compile(r"\b\d+ bytes \(([\d.]+ [KMGT]?i?B)\)"), r"\1"),

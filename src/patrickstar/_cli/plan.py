@@ -9,6 +9,7 @@ from rich.console import Console
 
 from patrickstar._cli.console import print_text
 from patrickstar._perf_model.adapters import adapters_of
+from patrickstar._perf_model.tiling import NOT_TILED, Tiling
 from patrickstar._plan.first_look import first_look
 from patrickstar._plan.model_table import models_that_fit
 from patrickstar._plan.planned_model import find_planned_model
@@ -26,6 +27,7 @@ class PlanOptions(SearchOptions):
     lora: int | None
     qlora: int | None
     tiled_loss: bool
+    tiled_mlp: bool
     largest: bool
     least_tflops: float
     html: Path | None
@@ -34,7 +36,7 @@ class PlanOptions(SearchOptions):
 
 RANK = 16
 """Rank of the adapters in the table of models, if none is given."""
-OF_MODELS = {"nodes": 1, "tp": 1, "ep": 1, "capacity_factor": None, "html": None, "tiled_loss": False}
+OF_MODELS = {"nodes": 1, "tp": 1, "ep": 1, "capacity_factor": None, "html": None, **NOT_TILED._asdict()}
 """Options that a table of models has no use for, and their defaults."""
 
 
@@ -46,7 +48,7 @@ def plan(options: PlanOptions, console: Console) -> None:
         BudgetError: Nothing fits.
     """
     search = options.search()
-    adapters = adapters_of(options.lora, options.qlora)
+    adapters, tiling = adapters_of(options.lora, options.qlora), Tiling(options.tiled_loss, options.tiled_mlp)
     if options.largest and adapters is not None:
         raise ConfigError(f"--{'qlora' if adapters.quantized else 'lora'} {adapters.rank} is for the plan of one model")
     if options.model is None and not options.largest:
@@ -63,7 +65,7 @@ def plan(options: PlanOptions, console: Console) -> None:
             if adapters is None and (known := first_look(options.model, options.sequence, search)) is not None:
                 search.tell(known)
             model = find_planned_model(
-                options.model, options.sequence, search.machine, options.capacity_factor, adapters, options.tiled_loss
+                options.model, options.sequence, search.machine, options.capacity_factor, adapters, tiling
             )
         found = search.plan(model)
     if options.as_json:

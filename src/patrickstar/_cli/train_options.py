@@ -32,6 +32,7 @@ class TrainOptions:
     checkpointing_share: str | None
     activation_offload: bool
     tiled_loss: bool
+    tiled_mlp: bool
     delay_from: int | None
     lock_free_from: int | None
     max_staleness: int

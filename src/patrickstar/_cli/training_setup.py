@@ -22,6 +22,7 @@ def training_config(options: TrainOptions) -> ps.Config:
         activation_checkpointing=_recomputed_share(options),
         activation_offload=options.activation_offload,
         tiled_loss=options.tiled_loss,
+        tiled_mlp=options.tiled_mlp,
     )
 
 

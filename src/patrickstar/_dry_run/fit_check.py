@@ -197,8 +197,9 @@ class FitCheck:
             possible = can_recompute(on_meta(self._model))
         if possible and self._fits(_with(trial, "activation_checkpointing", 1.0)):
             yield "activation_checkpointing=True"
-        if not trial.config.tiled_loss and self._fits(_with(trial, "tiled_loss", True)):
-            yield "tiled_loss=True"
+        for option in ("tiled_loss", "tiled_mlp"):
+            if not getattr(trial.config, option) and self._fits(_with(trial, option, True)):
+                yield f"{option}=True"
         if not trial.config.activation_offload and self._fits(_with(trial, "activation_offload", True)):
             yield "activation_offload=True"
         rows = batch_of(trial) or 1

@@ -13,6 +13,7 @@ from patrickstar._dry_run.simulated_kernels import limited_by_traffic, roofline
 from patrickstar._dry_run.simulation import QUANT_STATE, EngineFactory, Step, constants_bytes, on_meta, simulate
 from patrickstar._layout.chunk_mapping import Layout
 from patrickstar._perf_model.machine_spec import Machine
+from patrickstar._perf_model.tiling import NOT_TILED, Tiling
 from patrickstar._perf_model.transformer_shape import Checkpointing
 from patrickstar._perf_model.workload import PRODUCTS_ONLY, Workload
 from patrickstar._schedule.trace import Trace
@@ -81,7 +82,7 @@ def traced_workloads(
     step_of: Callable[[int], Step],
     tokens_of: Callable[[int], int],
     machine: Machine,
-    tiled_loss: bool = False,
+    tiling: Tiling = NOT_TILED,
 ) -> Callable[[int, Checkpointing], Workload]:
     """Return a function from (batch, checkpointing) to the workload of one dry-run step.
 
@@ -90,7 +91,7 @@ def traced_workloads(
         step_of: Returns a step over a batch of the given number of sequences.
         tokens_of: Returns the number of tokens in such a batch.
         machine: Decides by its type which attention kernels are used.
-        tiled_loss: The loss is computed without storing logits.
+        tiling: What is computed by tiles of tokens.
 
     Raises:
         ModelError: A module cannot run on meta tensors; the message names it.
@@ -124,7 +125,7 @@ def traced_workloads(
             host_memory=AMPLE_BYTES_PER_PARAM * (numel + largest),
             chunk_size=largest,
             activation_checkpointing=checkpointing or None,
-            tiled_loss=tiled_loss,
+            **tiling._asdict(),
         )
         report = simulate(make_engine, model, config, recorded_step, machine, counter, steps=1)
         layout = engines[0].layout

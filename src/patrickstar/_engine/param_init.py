@@ -10,6 +10,7 @@ from torch import nn
 from patrickstar._autograd.interceptor import Interceptor
 from patrickstar._autograd.module_hooks import ModuleHooks
 from patrickstar._autograd.recomputed_layers import find_layers, layers_of, recompute
+from patrickstar._autograd.tiled_rows import tile
 from patrickstar._autograd.uncomputed_logits import tiled_output
 from patrickstar._checkpoint.module_save_pretrained import save_in_full_precision
 from patrickstar._chunks.chunk_manager import ChunkManager
@@ -106,6 +107,8 @@ def param_specs(
     """
     if config.tiled_loss:  # refused before memory is used
         tiled_output(model)
+    if config.tiled_mlp:
+        list(tile(model))
     if config.activation_checkpointing not in (None, "auto"):
         find_layers(model)
     optimizer = config.optimizer
@@ -284,6 +287,9 @@ def replace_methods(module: nn.Module, hooks: ModuleHooks, managed_params: list[
     if config.tiled_loss:
         output = tiled_output(module)
         hooks.replace_attribute(output.layer, "forward", output)
+    if config.tiled_mlp:
+        for tiled in tile(module):
+            hooks.replace_attribute(tiled.module, "forward", tiled)
     if config.activation_checkpointing == "auto":
         if layers_of(module):  # whatever is chosen for them, they use no cache
             recompute(module, 0.0, hooks, caches=False)

@@ -120,7 +120,7 @@ def config_text(plan: Prediction) -> str:
     share = option_of(best.workload.checkpointing)
     recompute = f", activation_checkpointing={True if share == 1 else share!r}" if share else ""
     offload = f", activation_offload={best.workload.offloaded}" if best.workload.offloaded else ""
-    tiled = ", tiled_loss=True" if plan.model.tiled_loss else ""
+    tiled = "".join(f", {name}=True" for name, value in plan.model.tiling._asdict().items() if value)
     options = f'precision="{machine.precision}"{disk}{recompute}{offload}{tiled}'
     config = f"config = ps.Config({options}, optimizer=ps.AdamW(lr=1e-4))"
     adapters = "" if plan.model.adapters is None else _adapters_text(plan.model.adapters, machine.precision)

@@ -15,6 +15,7 @@ from patrickstar._perf_model.gpt_costs import Gpt
 from patrickstar._perf_model.machine_spec import Machine
 from patrickstar._perf_model.mesh import Mesh
 from patrickstar._perf_model.t5_costs import T5
+from patrickstar._perf_model.tiling import NOT_TILED, Tiling
 from patrickstar._perf_model.transformer_shape import Checkpointing
 from patrickstar._perf_model.workload import RECOMPUTED, Workload, Workloads, of_shares, shape_workload, with_products
 from patrickstar.errors import ConfigError
@@ -33,7 +34,7 @@ class PlannedModel:
         workload: Returns the workload of one process.
         traced: Returns the model as dry runs train it; None if they can't.
         adapters: Adapters that are added to a model of that name, and trained in its place.
-        tiled_loss: The loss is computed without storing logits.
+        tiling: What is computed by tiles of tokens.
         shares: Shares of its layers that can be recomputed.
     """
 
@@ -42,7 +43,7 @@ class PlannedModel:
     workload: Workloads
     traced: "Callable[[], TracedModel] | None" = None
     adapters: Adapters | None = None
-    tiled_loss: bool = False
+    tiling: Tiling = NOT_TILED
     shares: tuple[float, ...] = RECOMPUTED
 
 
@@ -52,20 +53,20 @@ def find_planned_model(
     machine: Machine,
     capacity_factor: float | None,
     adapters: Adapters | None = None,
-    tiled_loss: bool = False,
+    tiling: Tiling = NOT_TILED,
 ) -> PlannedModel:
     """Find a model by preset, whose workload is computed by formulas, or configuration, which is traced in a dry run.
 
     The configuration is a file, that of a preset for training with experts, or that of a well-known open model.
-    Formulas are of full fine-tuning in 16 bits: a preset with adapters, a tiled loss, or in fp32, is traced. Those of
-    open models, which are for adapters, too, are of GPUs: a trace of each batch takes a second.
+    Formulas are of full fine-tuning in 16 bits: a preset with adapters, with tiles of tokens, or in fp32, is traced.
+    Those of open models, which are for adapters, too, are of GPUs: a trace of each batch takes a second.
 
     Raises:
         ConfigError: The name is neither, and the message suggests the nearest names; the model has no experts for
             which the capacity factor could be; or it is only a formula.
     """
     presets: dict[str, Gpt | T5] = {**PRESETS, **T5_PRESETS, **MOE_PRESETS}
-    others = {f"{adapters}": adapters is not None, "a tiled loss": tiled_loss, "fp32": machine.precision == "fp32"}
+    others = {f"{adapters}": adapters is not None, f"{tiling}": any(tiling), "fp32": machine.precision == "fp32"}
     by_formula = not any(others.values())
     if not by_formula and (name in T5_PRESETS or name in MOE_PRESETS):
         what = next(text for text, asked in others.items() if asked)
@@ -87,8 +88,8 @@ def find_planned_model(
 
     source = find_model(name)
     source.check_sequence(sequence)
-    traced = language_model(source, sequence, adapters, machine.precision, tiled_loss)
-    found = None if tiled_loss or machine.gpu is None or machine.precision == "fp32" else find_open_model(name)
+    traced = language_model(source, sequence, adapters, machine.precision, tiling)
+    found = None if any(tiling) or machine.gpu is None or machine.precision == "fp32" else find_open_model(name)
     decoder = None if found is None else found.decoder()
     if decoder is None or (adapters is not None and decoder.expert_numel):
         return replace(planned_trace(traced, machine), adapters=adapters)
@@ -129,7 +130,7 @@ def planned_trace(
         model.row_tokens,
         of_shares(workload),
         lambda: model,
-        tiled_loss=model.tiled_loss,
+        tiling=model.tiling,
         shares=model.checkpointing,
     )
 

@@ -13,6 +13,7 @@ from patrickstar._perf_model.machine_spec import Host, Machine, Precision, find_
 from patrickstar._perf_model.margins import Margins
 from patrickstar._perf_model.mesh import Mesh
 from patrickstar._perf_model.perf_model import BATCHES
+from patrickstar._perf_model.tiling import Tiling
 from patrickstar._perf_model.workload import PRODUCTS_ONLY, RECOMPUTED
 from patrickstar._plan.plan import Plan
 from patrickstar._plan.planned_model import find_planned_model, planned_trace
@@ -55,6 +56,7 @@ def plan(
     loss: "Callable[[Any], torch.Tensor] | None" = None,
     capacity_factor: float | None = None,
     tiled_loss: bool = False,
+    tiled_mlp: bool = False,
     dry_run: bool = True,
 ) -> Plan:
     """Predict whether a model fits a machine, how fast it trains there, and what limits it. Nothing is trained.
@@ -91,6 +93,7 @@ def plan(
         loss: Returns the loss from the output of a module. Default: that of `ps.initialize`.
         capacity_factor: Buffer of each expert relative to the mean number of tokens. Default: no buffers.
         tiled_loss: Compute the loss as `Config(tiled_loss=True)` does, without storing logits.
+        tiled_mlp: Compute MLPs and norms as `Config(tiled_mlp=True)` does.
         dry_run: Let the engine run a step on the simulated machine, which takes seconds; else only estimate.
 
     Returns:
@@ -102,11 +105,11 @@ def plan(
     """
     given = locals()
     search = SearchOptions(**{each.name: given[each.name] for each in fields(SearchOptions)}).search()
-    adapters = adapters_of(lora, qlora)
+    adapters, tiling = adapters_of(lora, qlora), Tiling(tiled_loss, tiled_mlp)
     if isinstance(model, str):
         if sample is not None or loss is not None:
             raise ConfigError(f"`sample` and `loss` are for modules; {model} has token ids of `sequence`")
-        found = find_planned_model(model, sequence, search.machine, capacity_factor, adapters, tiled_loss)
+        found = find_planned_model(model, sequence, search.machine, capacity_factor, adapters, tiling)
         return search.plan(found)
     if adapters is not None:
         raise ConfigError(f"{adapters}: plan a module with the adapters that it has; `lora` and `qlora` are for names")
@@ -115,7 +118,7 @@ def plan(
     # Imported here because PyTorch takes seconds to load.
     from patrickstar._plan.traced_model import sampled_model
 
-    traced = sampled_model(model, sample, loss, tiled_loss)
+    traced = sampled_model(model, sample, loss, tiling)
     if activation_checkpointing is None:
         search = replace(search, checkpointing=traced.checkpointing)
     return search.plan(planned_trace(traced, search.machine))

@@ -30,6 +30,7 @@ from patrickstar._models.training_step import training_step
 from patrickstar._perf_model.adapters import Adapters
 from patrickstar._perf_model.machine_spec import Machine
 from patrickstar._perf_model.perf_model import Estimate
+from patrickstar._perf_model.tiling import NOT_TILED, Tiling
 from patrickstar._perf_model.transformer_shape import Checkpointing
 from patrickstar._perf_model.workload import RECOMPUTED, Workload, option_of
 from patrickstar.config import Config, Disk
@@ -52,7 +53,7 @@ class TracedModel:
         row_tokens: Tokens of a sequence.
         name: Name of the model.
         checkpointing: Shares of the layers that can be recomputed.
-        tiled_loss: Compute the loss without storing logits.
+        tiling: What is computed by tiles of tokens.
     """
 
     build: Build
@@ -60,12 +61,12 @@ class TracedModel:
     row_tokens: int
     name: str
     checkpointing: tuple[float, ...] = RECOMPUTED
-    tiled_loss: bool = False
+    tiling: Tiling = NOT_TILED
 
     def workloads(self, machine: Machine) -> Callable[[int, Checkpointing], Workload]:
         """Return the workload of a step as a function of batch and checkpointing, traced on first use."""
         return traced_workloads(
-            Engine, self.build, self.step, lambda batch: batch * self.row_tokens, machine, self.tiled_loss
+            Engine, self.build, self.step, lambda batch: batch * self.row_tokens, machine, self.tiling
         )
 
     def dry_run(self, machine: Machine, best: Estimate) -> DryRunReport:
@@ -83,7 +84,7 @@ class TracedModel:
             disk=disk,
             activation_checkpointing=option_of(work.checkpointing) or None,
             activation_offload=work.offloaded,
-            tiled_loss=self.tiled_loss,
+            **self.tiling._asdict(),
         )
         build, step = self.build, self.step(work.batch)
         if machine.measured:
@@ -99,14 +100,14 @@ def language_model(
     sequence: int,
     adapters: Adapters | None = None,
     precision: str = "bf16",
-    tiled_loss: bool = False,
+    tiling: Tiling = NOT_TILED,
 ) -> TracedModel:
     """Return a language model over sequences of that many tokens, in encoder and decoder if it has both.
 
     Args:
         adapters: Adapters to train beside a frozen base in `precision`. Default: the model itself is trained.
         precision: Precision of products.
-        tiled_loss: Compute the loss without storing logits.
+        tiling: What is computed by tiles of tokens.
     """
 
     @cache
@@ -119,11 +120,11 @@ def language_model(
         return training_step({"input_ids": ids, "labels": ids}, max_norm=MAX_NORM)
 
     name = source.name if adapters is None else f"{source.name} with {adapters}"
-    return TracedModel(lambda: made()(), step, sequence, name, tiled_loss=tiled_loss)
+    return TracedModel(lambda: made()(), step, sequence, name, tiling=tiling)
 
 
 def sampled_model(
-    model: nn.Module | Build, sample: Any, loss: Loss | None = None, tiled_loss: bool = False
+    model: nn.Module | Build, sample: Any, loss: Loss | None = None, tiling: Tiling = NOT_TILED
 ) -> TracedModel:
     """Return a model of the user with inputs as in training.
 
@@ -131,7 +132,7 @@ def sampled_model(
         model: A module, or a function that builds it.
         sample: A tensor, a tuple of arguments, or a mapping of keyword arguments; its rows are the sequences.
         loss: Returns the loss from the model's output. Default: that of `ps.initialize`.
-        tiled_loss: Compute the loss without storing logits.
+        tiling: What is computed by tiles of tokens.
 
     Raises:
         ConfigError: The inputs have no common first dimension.
@@ -151,7 +152,7 @@ def sampled_model(
 
     name = type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", "a model")
     supported = RECOMPUTED if can_recompute(build()) else (0.0,)
-    return TracedModel(build, step, _row_tokens(trial), name, supported, tiled_loss)
+    return TracedModel(build, step, _row_tokens(trial), name, supported, tiling)
 
 
 def _row_tokens(trial: Trial) -> int:
