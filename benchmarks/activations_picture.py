@@ -14,8 +14,8 @@ import patrickstar as ps
 from patrickstar._dry_run.report import DryRunReport
 from patrickstar._dry_run.simulation import simulate
 from patrickstar._models.model_source import find_model
-from patrickstar._perf_model.tiling import Tiling
 from patrickstar._models.open_models import OPEN_MODELS
+from patrickstar._perf_model.tiling import Tiling
 from patrickstar._plan.planner import SearchOptions
 from patrickstar._plan.traced_model import language_model
 

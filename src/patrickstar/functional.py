@@ -40,7 +40,12 @@ operator on a GPU to take longer than its launch."""
 
 
 def tile_rows(width: int, itemsize: int) -> int:
-    """Return the number of tokens of a tile, for which products compute `width` elements of `itemsize` bytes each."""
+    """Return the number of tokens of a tile.
+
+    Args:
+        width: Elements of a token in the widest tensor.
+        itemsize: Bytes of an element.
+    """
     return max(TILE_BYTES // (width * itemsize) // ROW_ALIGNMENT, 1) * ROW_ALIGNMENT
 
 

@@ -1,4 +1,4 @@
-"""What a step does with its activations is chosen by dry runs: `Config(activation_checkpointing="auto")`."""
+"""Choice of recomputed layers and of offload by dry runs: `Config(activation_checkpointing="auto")`."""
 
 from dataclasses import dataclass
 from functools import partial

@@ -9,7 +9,7 @@ import patrickstar as ps
 from patrickstar import testing
 
 
-class Fused(nn.Module):
+class LossInModel(nn.Module):
     """Language model whose output layer and loss are one function of Liger's, on the layer's weight."""
 
     def __init__(self):
@@ -29,4 +29,4 @@ def test_bits_are_those_of_plain_pytorch_with_the_same_kernels(precision, budget
     batches = [(torch.randint(0, 32, (2, 5), generator=torch.Generator().manual_seed(each)),) for each in range(2)]
     host = None if budget is None else 1 << 20
     config = ps.Config(device="cpu", precision=precision, chunk_size=1024, device_memory=budget, host_memory=host)
-    testing.assert_exact(Fused, batches, config, stress=budget is None)
+    testing.assert_exact(LossInModel, batches, config, stress=budget is None)

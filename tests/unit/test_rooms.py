@@ -8,14 +8,14 @@ import patrickstar
 
 SRC = Path(patrickstar.__file__).parent
 MOST_LINES = {
-    ".": 1533,
+    ".": 1538,
     "_autograd": 3387,
     "_checkpoint": 2545,
     "_chunks": 1717,
     "_cli": 2358,
     "_distributed": 2442,
     "_dry_run": 3637,
-    "_engine": 4036,
+    "_engine": 4034,
     "_hardware": 2515,
     "_kernels": 2726,
     "_layout": 919,

@@ -27,7 +27,7 @@ class MeasuredMachine:
     machine: Machine
 
     @classmethod
-    def here(cls, device: torch.device, directory: str | Path | None = None) -> "MeasuredMachine":
+    def of(cls, device: torch.device, directory: str | Path | None = None) -> "MeasuredMachine":
         """Measure the rates of this machine, and of the disk of a directory. Raises DiskError if it cannot be used."""
         return cls(device, profile_machine(device, directory))
 

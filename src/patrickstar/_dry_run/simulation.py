@@ -105,7 +105,7 @@ def simulate_on_this_machine(
     """
     with kept_global_state(device):
         if measured is None:
-            measured = MeasuredMachine.here(device, config.disk.directory if config.disk is not None else None)
+            measured = MeasuredMachine.of(device, config.disk.directory if config.disk is not None else None)
         cluster = Cluster(measured.machine, processes, replicas)
         if device.type == "cpu" and processes > 1:
             torch.set_num_threads(min(torch.get_num_threads(), cluster.threads))

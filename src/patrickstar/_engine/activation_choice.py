@@ -74,7 +74,7 @@ def _fastest(
     """Return the choice with the fastest dry run, and why it was chosen."""
     step = forward_backward_step(default_loss, args, kwargs)
     disk = core.config.disk
-    measured = MeasuredMachine.here(core.device, disk.directory if disk is not None else None)
+    measured = MeasuredMachine.of(core.device, disk.directory if disk is not None else None)
     fitting: dict[Activations, float] = {}
     least_s = 0.0
     for choice in choices:

@@ -88,7 +88,7 @@ class Engine:
 
     @property
     def config(self) -> Config:
-        """Configuration that the engine was created with."""
+        """Configuration that the engine was created with; what "auto" becomes is in its place."""
         return self._core.config
 
     @property
@@ -198,11 +198,9 @@ class Engine:
     def plan(self, *args: Any, loss: Callable[[Any], torch.Tensor] | None = None, **kwargs: Any) -> "DryRunReport":
         """Predict the cost of a training step by a dry run. Nothing is computed; measuring the machine takes seconds.
 
-        Gradients are clipped in it as in the last step: not at all, without effect, or with effect.
-
-        With several processes all must call it; the first one runs it for its budgets and inputs, and all get a report.
-
-        Inside `record` the prediction becomes a part of the log, and the report compares it with the steps.
+        Gradients are clipped in it as in the last step: not at all, without effect, or with effect. With several
+        processes all must call it; the first one runs it for its budgets and inputs, and all get a report. Inside
+        `record` the prediction becomes a part of the log, and the report compares it with the steps.
 
         Args:
             *args: Inputs of the model, of the shapes and dtypes to plan for.
@@ -351,7 +349,7 @@ class Engine:
         self._core.optimizer_in_backward.check_inactive("another backward")
         if update and accumulate:
             raise TrainingError(
-                "update=True requires that optimizer.step() comes next, accumulate=True another backward: choose one"
+                "update=True promises that optimizer.step() comes next, accumulate=True another backward"
             )
         if update and self._core.scaler.enabled:
             raise TrainingError(

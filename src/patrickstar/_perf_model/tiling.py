@@ -1,4 +1,4 @@
-"""What a step computes by tiles of tokens."""
+"""Options of steps that compute by tiles of tokens."""
 
 from typing import NamedTuple
 
