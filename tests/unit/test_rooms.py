@@ -15,7 +15,7 @@ MOST_LINES = {
     "_cli": 2358,
     "_distributed": 2442,
     "_dry_run": 3637,
-    "_engine": 4034,
+    "_engine": 4029,
     "_hardware": 2515,
     "_kernels": 2726,
     "_layout": 919,

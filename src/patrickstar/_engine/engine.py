@@ -139,16 +139,13 @@ class Engine:
     def __repr__(self) -> str:
         core, config = self._core, self.config
         numel = sum(managed.numel for managed in core.shards.managed_params)
-        budgets = [
-            f"device {format_size(core.device_budget_bytes)}",
-            f"host {format_size(core.host_budget_bytes)}",
-            *([] if config.disk is None else [f"disk {config.disk.directory}"]),
-        ]
+        disk = "" if config.disk is None else f", disk {config.disk.directory}"
+        budgets = f"device {format_size(core.device_budget_bytes)}, host {format_size(core.host_budget_bytes)}{disk}"
         ranks = f", rank {self.world.rank} of {self.world.size}" if self.world.size > 1 else ""
         closed = ", closed" if core.closed else ""
         return (
             f"Engine({type(self.module).__name__}, {numel:,} parameters, {config.precision} on {core.device}, "
-            f"{', '.join(budgets)}{ranks}, step {core.stats.total.steps}{closed})"
+            f"{budgets}{ranks}, step {core.stats.total.steps}{closed})"
         )
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
@@ -348,9 +345,7 @@ class Engine:
             raise TrainingError("gradients were clipped and are final: call clip_grad_norm_ after the last backward")
         self._core.optimizer_in_backward.check_inactive("another backward")
         if update and accumulate:
-            raise TrainingError(
-                "update=True promises that optimizer.step() comes next, accumulate=True another backward"
-            )
+            raise TrainingError("update=True promises that the step comes next, accumulate=True another backward")
         if update and self._core.scaler.enabled:
             raise TrainingError(
                 "with fp16 no parameter can be updated before all gradients are known to be finite: leave out "

@@ -132,8 +132,9 @@ class Search:
     def _verified(self, model: PlannedModel, mesh: Mesh) -> "tuple[Estimate, DryRunReport | None]":
         """Return the fastest estimate whose step the engine can run, and its dry run.
 
-        If that recomputes layers, a share of them in whole is tried, too, and then a smaller one with offload.
-        Estimates, which divide memory at will and not in chunks, know too little of a device that activations fill.
+        Estimates, which divide memory at will and not in chunks, know too little of a device that activations fill. So
+        the fastest estimate of those that recompute all layers is tried, too, which may have a larger batch. If the
+        fastest step recomputes layers, so is a share of them in whole, and then a smaller one with offload.
         """
         best = self.best(model, self.machine, mesh)
         # Collectives inside of operators are not simulated; of many nodes a dry run would take minutes.
@@ -146,18 +147,24 @@ class Search:
         self.say("the engine runs the step on the simulated machine")
         traced = model.traced()
         found = self._dry_run(model, mesh, traced, best)
-        if len(self.checkpointing) == 1 or not found[0].workload.checkpointing:
+        if len(self.checkpointing) == 1:
             return found
+        if best.workload.checkpointing < 1 and 1.0 in self.checkpointing:
+            other = self._tried(model, mesh, traced, found, 1.0, self.batches)
+            found = found if other is None else min(found, other, key=_seconds_per_token)
+        if not found[0].workload.checkpointing:
+            return found
+        batches = (found[0].workload.batch,)
         for share in SHARES:
-            if (other := self._tried(model, mesh, traced, found, share)) is not None:
-                found = min(found, other, key=lambda each: each[1].seconds)
+            if (other := self._tried(model, mesh, traced, found, share, batches)) is not None:
+                found = min(found, other, key=_seconds_per_token)
                 break
         share = found[0].workload.checkpointing
         if self.machine.gpu is None or share not in SHARES:
             return found
         of_host = replace(model, workload=offloading(model.workload, OFFLOADED))
-        other = self._tried(of_host, mesh, traced, found, share / 2)
-        return found if other is None else min(found, other, key=lambda each: each[1].seconds)
+        other = self._tried(of_host, mesh, traced, found, share / 2, batches)
+        return found if other is None else min(found, other, key=_seconds_per_token)
 
     def _tried(
         self,
@@ -166,15 +173,18 @@ class Search:
         traced: "TracedModel",
         found: "tuple[Estimate, DryRunReport]",
         share: float,
+        batches: Sequence[int],
     ) -> "tuple[Estimate, DryRunReport] | None":
-        """Return the same batch with another share of recomputed layers, and its dry run.
+        """Return the fastest of some batches with another share of recomputed layers, and its dry run.
 
-        None if it does not fit, or can't be faster.
+        None if none fits, or it can't be faster.
         """
-        smaller = replace(self, checkpointing=(share,), batches=(found[0].workload.batch,))
+        smaller = replace(self, checkpointing=(share,), batches=batches)
         try:
             best = smaller.best(model, self.machine, mesh)
-            return smaller._dry_run(model, mesh, traced, best) if best.bound_s < found[1].seconds else None
+            if best.bound_s / best.workload.tokens >= _seconds_per_token(found):
+                return None
+            return smaller._dry_run(model, mesh, traced, best)
         except BudgetError:
             return None
 
@@ -213,3 +223,8 @@ class Search:
         rows = max(rows for rows in range(1, largest + 1) if batch % rows == 0)
         passes = f"; {batch // rows} passes of {rows} accumulate as many sequences per step" if rows < batch else ""
         return f"; {' or '.join(hints)} fits{passes}"
+
+
+def _seconds_per_token(found: "tuple[Estimate, DryRunReport]") -> float:
+    best, report = found
+    return report.seconds / best.workload.tokens
