@@ -77,3 +77,15 @@ def test_plans_of_open_models_on_gpus_trace_nothing(monkeypatch):
     assert plan.workload(2, 1.0, Mesh()) == decoder.workload(2, 512, True, None)
     with pytest.raises(pytest.fail.Exception, match="a trace"):
         find_planned_model("llama-3.2-1b", 512, MACHINE, None, tiling=Tiling(tiled_loss=True))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_tiles_of_the_loss_have_the_operations_of_all_logits():
+    """Its products are in place or have an output of their own."""
+    model = replace(OPEN_MODELS["qwen2.5-0.5b"], layers=1)
+    source = ModelSource("qwen2.5-0.5b", model.config(), Vocabulary(model.vocab))
+    whole, tiled = (
+        language_model(source, 256, tiling=Tiling(tiled_loss)).workloads(MACHINE)(8, False)
+        for tiled_loss in (False, True)
+    )
+    assert tiled.operations == whole.operations and tiled.non_model_bytes < whole.non_model_bytes

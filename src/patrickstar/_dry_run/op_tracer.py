@@ -76,7 +76,8 @@ def operations(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: An
         aten._scaled_dot_product_flash_attention_backward,
     ):
         return int(sdpa_backward_flop_count(*_with_all_heads(args[:4])))
-    count = flop_registry.get(func.overloadpacket)
+    in_place = {aten.addmm_: aten.addmm, aten.baddbmm_: aten.baddbmm}  # which the registry does not have
+    count = flop_registry.get(in_place.get(func.overloadpacket, func.overloadpacket))
     return int(count(*args, **kwargs, out_val=out)) if count is not None else 0
 
 
