@@ -83,11 +83,13 @@ def test_rows_of_a_tile_and_more_are_divided_and_others_are_not():
     calls = []
     layer = nn.LayerNorm(4)
     whole = layer.forward
-    layer.forward = lambda x: calls.append(x.shape[0]) or whole(x)
+    layer.forward = lambda input: calls.append(input.shape[0]) or whole(input)
     forward = TiledRows(layer)
     assert forward(torch.ones(ROWS, 4)).shape == (ROWS, 4) and calls == [ROWS]
+    assert forward(input=torch.ones(ROWS + 1, 4)).shape == (ROWS + 1, 4) and calls[1:] == [ROWS, 1]
+    calls.clear()
     out = forward(torch.arange(3 * 5 * 4.0).view(3, 5, 4))
-    assert out.equal(whole(torch.arange(3 * 5 * 4.0).view(3, 5, 4))) and calls[1:] == [ROWS, ROWS, 3]
+    assert out.equal(whole(torch.arange(3 * 5 * 4.0).view(3, 5, 4))) and calls == [ROWS, ROWS, 3]
 
 
 def test_tiles_have_the_width_of_the_widest_product(monkeypatch):

@@ -30,14 +30,13 @@ class TiledRows:
         self.module, self.whole = module, module.forward
         self.width = max(_widths(module))
 
-    def __call__(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        rows = tile_rows(self.width, hidden.dtype.itemsize)
-        if args or kwargs or hidden.shape[:-1].numel() <= rows:
-            return self.whole(hidden, *args, **kwargs)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        hidden = next(iter((*args, *kwargs.values())))
+        rows, shape = tile_rows(self.width, hidden.dtype.itemsize), hidden.shape[:-1]
+        if len(args) + len(kwargs) > 1 or shape.numel() <= rows:
+            return self.whole(*args, **kwargs)
         tiles = hidden.flatten(0, -2).split(rows)
-        return torch.cat([checkpoint(self.whole, tile, use_reentrant=False) for tile in tiles]).unflatten(
-            0, hidden.shape[:-1]
-        )
+        return torch.cat([checkpoint(self.whole, each, use_reentrant=False) for each in tiles]).unflatten(0, shape)
 
 
 def tile(model: nn.Module) -> Iterator[TiledRows]:
@@ -57,7 +56,8 @@ def tile(model: nn.Module) -> Iterator[TiledRows]:
 
 
 def _is_mlp(module: nn.Module) -> bool:
-    return type(module).__name__.endswith("MLP")
+    routed = hasattr(module, "experts") or hasattr(module, "router")  # which also returns what the router decides
+    return type(module).__name__.endswith("MLP") and not routed
 
 
 def _is_norm(module: nn.Module) -> bool:

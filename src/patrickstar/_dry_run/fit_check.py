@@ -41,6 +41,8 @@ GRAIN_BYTES = 1 << 20
 """Budgets are named in whole MiB."""
 PRECISION = 16
 """The first budget that is tried is raised by 1 / PRECISION of it, and by twice as much each further time."""
+PASSES = 3
+"""Passes of a step that are dry-run: the first, one that stands for those between, the last."""
 AMPLE_BYTES = 1 << 60
 """Memory of the simulated machine, which limits nothing: every trial states its budgets."""
 
@@ -107,7 +109,7 @@ class FitCheck:
 
     def run(self, trial: Trial) -> DryRunReport:
         """Dry-run a step with the budgets that this machine gives it. Raises BudgetError if it does not fit."""
-        step = forward_backward_step(self._loss, trial.args, trial.kwargs, passes=trial.passes)
+        step = forward_backward_step(self._loss, trial.args, trial.kwargs, passes=min(trial.passes, PASSES))
         config = self._with_budgets(trial.config)
         library_bytes = self._hardware.outside_plan_bytes(
             config.compute_dtype, config.optimizer.may_multiply, int(config.device_memory or 0)

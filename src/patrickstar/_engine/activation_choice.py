@@ -12,7 +12,7 @@ from patrickstar._dry_run.measured_machine import MeasuredMachine
 from patrickstar._dry_run.simulation import dry_run_engine, forward_backward_step
 from patrickstar._engine.core import EngineCore
 from patrickstar._engine.engine_plan import on_first_process
-from patrickstar.errors import BudgetError, ConfigError
+from patrickstar.errors import BudgetError, ConfigError, DiskError
 
 _log = logging.getLogger(__name__)
 
@@ -48,17 +48,7 @@ def choose_activations(engine: Any, core: EngineCore, args: Any, kwargs: Any) ->
             "a share of the layers, or 'products'"
         )
     choices = CHOICES if layers_of(core.module) else WITHOUT_LAYERS
-    try:
-        chosen, reason = on_first_process(core, lambda: _fastest(engine, core, choices, args, kwargs))
-    except ConfigError:
-        raise
-    except Exception as error:  # the model's own code, which may do anything
-        chosen, reason = choices[-1], "which takes the least memory"
-        warnings.warn(
-            f"activation_checkpointing='auto': the dry run can't run the model's code, so the choice is {chosen}, "
-            f"{reason}: {error}",
-            stacklevel=4,
-        )
+    chosen, reason = on_first_process(core, lambda: _fastest(engine, core, choices, args, kwargs))
     core.config = core.config.model_copy(update=chosen._asdict())
     if chosen.activation_checkpointing is not None:
         recompute(core.module, chosen.activation_checkpointing, core.module_hooks, caches=False)
@@ -84,6 +74,12 @@ def _fastest(
             report = dry_run_engine(engine, step, choice._asdict(), measured)
         except BudgetError:
             continue
+        except (ConfigError, DiskError):
+            raise
+        except Exception as error:  # the model's own code, which may do anything
+            reason = f"which takes the least memory, as the dry run can't run the model's code: {error}"
+            warnings.warn(f"activation_checkpointing='auto' has become {choices[-1]}, {reason}", stacklevel=5)
+            return choices[-1], reason
         fitting[choice], least_s = report.seconds, report.compute_s
     if not fitting:
         return choices[-1], "which takes the least memory: none fits in dry runs"
