@@ -69,7 +69,24 @@ def test_a_share_is_planned_if_its_dry_run_is_faster(step_s, planned, ran):
 
 def test_a_share_is_tried_beside_products_alone():
     step_s = {PRODUCTS_ONLY: 2.0, 0.5: 1.5, 1.0: 3.0}
-    assert searched(step_s, between(PRODUCTS_ONLY, 0.0)) == (0.5, [PRODUCTS_ONLY, 0.5, WITH_OFFLOAD])
+    assert searched(step_s, between(PRODUCTS_ONLY, 0.0)) == (0.5, [PRODUCTS_ONLY, 1.0, 0.5, WITH_OFFLOAD])
+
+
+def test_a_larger_batch_that_recomputes_all_layers_is_planned_if_its_tokens_are_faster():
+    """The estimate prefers two sequences that are stored; the engine runs eight in less than four times their time."""
+    step_s, ran = {0.0: 2.0, 1.0: 7.0}, []
+
+    def dry_run(machine, best):
+        ran.append((best.workload.batch, best.workload.checkpointing))
+        return SimpleNamespace(seconds=step_s.get(best.workload.checkpointing, 9.0))
+
+    stored, recomputed = workload(8, 0.0, Mesh()).device_bytes, workload(8, 1.0, Mesh()).device_bytes
+    machine = machine_of_parts("rtx4090", host_memory="64GB")
+    memory = machine.gpu.model_copy(update={"memory": (stored + recomputed) // 2 + (2 << 30)})
+    model = PlannedModel("llama", SEQUENCE, workload, lambda: SimpleNamespace(dry_run=dry_run))
+    search = Search(machine.model_copy(update={"gpu": memory}), Mesh(), (1.0, 0.0), (2, 8), dry_run=True)
+    found, _ = search._verified(model, Mesh())
+    assert (found.workload.batch, ran[:2]) == (8, [(2, 0.0), (8, 1.0)])
 
 
 def test_what_is_offloaded_takes_no_memory_on_the_device():

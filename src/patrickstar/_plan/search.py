@@ -149,7 +149,7 @@ class Search:
         found = self._dry_run(model, mesh, traced, best)
         if len(self.checkpointing) == 1:
             return found
-        if best.workload.checkpointing < 1 and 1.0 in self.checkpointing:
+        if found[0].workload.checkpointing < 1 and 1.0 in self.checkpointing:
             other = self._tried(model, mesh, traced, found, 1.0, self.batches)
             found = found if other is None else min(found, other, key=_seconds_per_token)
         if not found[0].workload.checkpointing:
