@@ -14,7 +14,7 @@ MOST_LINES = {
     "_chunks": 1717,
     "_cli": 2358,
     "_distributed": 2442,
-    "_dry_run": 3640,
+    "_dry_run": 3638,
     "_engine": 4025,
     "_hardware": 2515,
     "_kernels": 2726,

@@ -209,10 +209,11 @@ class FitCheck:
             if rows % passes == 0 and self._fits(with_batch(trial, rows // passes, passes)):
                 yield f"{passes} passes per step with a batch of {rows // passes} in place of {rows}"
                 return
-        for smaller in halves(rows):
-            if self._fits(with_batch(trial, smaller)):  # without a list of accumulated gradients
-                yield f"a batch of {smaller} in place of {rows}"
-                return
+        smaller = rows // 2
+        while smaller and not self._fits(with_batch(trial, smaller)):  # without a list of accumulated gradients
+            smaller //= 2
+        if smaller:
+            yield f"a batch of {smaller} in place of {rows}"
 
     def _fits(self, trial: Trial) -> bool:
         return self._try(trial) is not None
@@ -280,12 +281,6 @@ def batch_of(trial: Trial) -> int | None:
     tensors = [leaf for leaf in pytree.tree_leaves((trial.args, trial.kwargs)) if isinstance(leaf, torch.Tensor)]
     sizes = {tensor.shape[0] if tensor.dim() else None for tensor in tensors}
     return sizes.pop() if len(sizes) == 1 else None
-
-
-def halves(rows: int) -> Iterator[int]:
-    """Yield half of a batch, half of that, and so on, down to one row."""
-    while rows := rows // 2:
-        yield rows
 
 
 def with_batch(trial: Trial, rows: int, passes: int = 1) -> Trial:

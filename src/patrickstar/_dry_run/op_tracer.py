@@ -61,6 +61,10 @@ def is_free(func: Any) -> bool:
     return func.is_view or func.overloadpacket in _FREE_OPS
 
 
+_COUNTED_AS = {torch.ops.aten.addmm_: torch.ops.aten.addmm, torch.ops.aten.baddbmm_: torch.ops.aten.baddbmm}
+"""Products in place, which the registry does not have, and those that have as many operations."""
+
+
 def operations(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
     """Count the multiplications and additions of an operator's matrix products."""
     aten = torch.ops.aten
@@ -76,8 +80,7 @@ def operations(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: An
         aten._scaled_dot_product_flash_attention_backward,
     ):
         return int(sdpa_backward_flop_count(*_with_all_heads(args[:4])))
-    in_place = {aten.addmm_: aten.addmm, aten.baddbmm_: aten.baddbmm}  # which the registry does not have
-    count = flop_registry.get(in_place.get(func.overloadpacket, func.overloadpacket))
+    count = flop_registry.get(_COUNTED_AS.get(func.overloadpacket, func.overloadpacket))
     return int(count(*args, **kwargs, out_val=out)) if count is not None else 0
 
 
