@@ -313,7 +313,7 @@ class DeviceCache:
         while self._fetch_queue:
             chunk = self._fetch_queue[0]
             if self.decides_alike:
-                self._finish_evictions(chunk)
+                self.finish_evictions(chunk.nbytes, self.device_tier.chunkable_bytes, chunk)
             updating = chunk.updating and not chunk.device_bytes
             if (
                 updating
@@ -333,19 +333,19 @@ class DeviceCache:
                 self.prefetch_policy = None
                 self._fetch_queue.clear()
 
-    def _finish_evictions(self, newcomer: Chunk) -> None:
-        """Wait for evictions that have started, if they leave room for a chunk."""
-        started = [
-            chunk
-            for chunk in self.transfers.in_flight
-            if chunk.device.reader is not None and chunk.device.reader.started
-        ]
-        device = self.device_tier
-        remaining = device.used - sum(chunk.nbytes for chunk in started)
-        if remaining + newcomer.nbytes <= device.chunkable_bytes:
-            for chunk in started:
-                if chunk is newcomer or device.used + newcomer.nbytes > device.chunkable_bytes:
-                    self.transfers.complete(chunk)
+    def finish_evictions(self, nbytes: int, limit_bytes: int, newcomer: Chunk | None = None) -> bool:
+        """Wait for evictions that have started until `nbytes` more fit into a limit. Return False if they never do.
+
+        So the answer does not depend on whether they have ended. If they fit, an eviction of `newcomer` ends, too.
+        """
+        in_flight, device = self.transfers.in_flight, self.device_tier
+        started = [each for each in in_flight if (write := each.device.reader) is not None and write.started]
+        if device.used - sum(chunk.nbytes for chunk in started) + nbytes > limit_bytes:
+            return False
+        for chunk in started:
+            if chunk is newcomer or device.used + nbytes > limit_bytes:
+                self.transfers.complete(chunk)
+        return True
 
     def _queue_prefetches(self, policy: PrefetchPolicy) -> None:
         present = {

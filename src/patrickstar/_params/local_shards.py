@@ -339,11 +339,10 @@ class LocalShards:
         """
         master_chunk = self.manager[PARAM32, managed.location.chunk]
         if master_chunk.device.valid:
-            cache, device = self.manager.cache, self.manager.device_tier
-            room_bytes = 0 if cache.evict_everything else device.soft_chunkable_bytes - device.used - cache.queued_bytes
+            cache, nbytes = self.manager.cache, master_chunk.nbytes
+            limit_bytes = 0 if cache.evict_everything else cache.device_tier.soft_chunkable_bytes - cache.queued_bytes
             # Whether there are earlier gradients differs between linked processes.
-            evicts = managed.chunk.sharded and (cache.decides_alike or master_chunk.nbytes > room_bytes)
-            if not evicts:
+            if not managed.chunk.sharded or (not cache.decides_alike and cache.finish_evictions(nbytes, limit_bytes)):
                 return Tier.DEVICE
         fits = self.manager.disk_tier is None or master_chunk.nbytes <= self.manager.host_tier.free_bytes
         return Tier.HOST if master_chunk.in_memory and fits else Tier.DISK
