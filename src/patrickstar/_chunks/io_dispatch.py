@@ -140,9 +140,10 @@ class IODispatch:
         assert self.disk is not None, f"cannot write {chunk} to disk: there is no disk tier"
         self.check()
         self.disk.reserve(chunk)
-        self.counters.disk_write_bytes += source.numel()
+        nbytes = self.disk.planned_bytes(chunk, source.numel())
+        self.counters.disk_write_bytes += nbytes + self.disk.end_plan()
         transfer = self.disk.write(chunk, start, source, spare=spare)
-        return self._requested(Channel.DISK_WRITE, chunk, source.numel(), transfer)
+        return self._requested(Channel.DISK_WRITE, chunk, nbytes, transfer)
 
     def pages_of(self, chunk: Chunk, first: int, numel: int, write: bool) -> Iterator[tuple[int, torch.Tensor]]:
         """Iterate over the disk pages of a chunk that hold these elements; `write`: write each back afterwards.

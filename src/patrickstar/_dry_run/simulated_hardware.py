@@ -28,6 +28,7 @@ from patrickstar._tiers.copy_streams import CopyStreams
 from patrickstar._tiers.disk_tier import DiskTier
 from patrickstar._tiers.hardware import Hardware
 from patrickstar._tiers.host_arena import ArenaBlock, HostArena
+from patrickstar._tiers.page_codec import PageCodec
 from patrickstar._tiers.swap_file import SwapFile
 from patrickstar.errors import DiskError
 
@@ -99,15 +100,20 @@ class SimulatedDiskTier(DiskTier):
     """Disk tier whose reads and writes run on two simulated channels."""
 
     def __init__(
-        self, file: SimulatedSwapFile, page_bytes: int, read: SimulatedChannel, write: SimulatedChannel
+        self,
+        file: SimulatedSwapFile,
+        page_bytes: int,
+        read: SimulatedChannel,
+        write: SimulatedChannel,
+        codec: PageCodec | None,
     ) -> None:
-        super().__init__(file, page_bytes)
+        super().__init__(file, page_bytes, codec=codec)
         self._read, self._write = read, write
 
     def _submit(
         self,
         pool: WorkerPool,
-        move: Callable[[torch.Tensor, str, int, torch.Tensor, torch.Event | None], None],
+        move: Callable[[torch.Tensor, Chunk, int, torch.Tensor, torch.Event | None], None],
         chunk: Chunk,
         start: int,
         memory: torch.Tensor,
@@ -118,8 +124,9 @@ class SimulatedDiskTier(DiskTier):
             nbytes = self.written_bytes(chunk, start, memory.numel())
             self.file.read_bytes += nbytes
             return self._read.begin(nbytes, repr(chunk), urgent)
-        self.file.written_bytes += memory.numel()
-        return self._write.begin(memory.numel(), repr(chunk))
+        nbytes = self.planned_bytes(chunk, memory.numel())
+        self.file.written_bytes += nbytes
+        return self._write.begin(nbytes, repr(chunk))
 
 
 class SimulatedHardware(Hardware):
@@ -250,10 +257,17 @@ class SimulatedHardware(Hardware):
         return self.machine.disk.capacity if self.machine.disk is not None else 0
 
     def disk(
-        self, directory: Path, nbytes: int, page_bytes: int, *, checksums: bool, capacity_bytes: int | None
+        self,
+        directory: Path,
+        nbytes: int,
+        page_bytes: int,
+        *,
+        checksums: bool,
+        capacity_bytes: int | None,
+        codec: PageCodec | None = None,
     ) -> DiskTier:
         file = SimulatedSwapFile(directory, nbytes, self.free_disk_bytes(directory), capacity_bytes)
-        return SimulatedDiskTier(file, page_bytes, self.read, self.write)
+        return SimulatedDiskTier(file, page_bytes, self.read, self.write, codec)
 
 
 def _append(intervals: list[Interval], interval: Interval) -> None:

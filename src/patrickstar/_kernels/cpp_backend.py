@@ -17,6 +17,7 @@ from patrickstar._hardware.transfer import Transfer
 from patrickstar._kernels.averaged import AveragedRule
 from patrickstar._kernels.grad_norm import GradStats
 from patrickstar._kernels.update_rule import Gradient, Rule, Span
+from patrickstar._tiers.page_codec import PageCodec
 
 LIBRARY = "patrickstar_kernels.so"
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -95,6 +96,11 @@ class CppBackend:
             return cls(_library(), variant, threads)
         except Unavailable:
             return None
+
+    @property
+    def codec(self) -> PageCodec:
+        """Codec of packed pages, in the instruction set of this backend."""
+        return PageCodec(self._library, self._variant_name)
 
     def variants(self) -> list[str]:
         """Return the instruction sets that this build contains and this machine supports, fastest first."""
@@ -240,6 +246,8 @@ def _library() -> ctypes.CDLL:
         ("finish", None, [address]),
         ("grad_stats", count, [*call, address, address]),
         ("read", ctypes.c_uint64, [address, count, number]),
+        ("pack", count, [address, count, address, count, text]),
+        ("unpack", count, [address, count, address, count, text]),
     ):
         function = getattr(library, f"patrickstar_{name}")
         function.restype, function.argtypes = result, arguments

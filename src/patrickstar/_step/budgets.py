@@ -7,6 +7,7 @@ from pathlib import Path
 
 from patrickstar._hardware.direct_io import BLOCK_BYTES, PAGE_BYTES
 from patrickstar._hardware.vm_pool import round_up
+from patrickstar._kernels.cpp_backend import CppBackend, Unavailable
 from patrickstar._kernels.update_rule import Rule
 from patrickstar._layout.byte_size import format_size
 from patrickstar._layout.chunk_mapping import Layout
@@ -15,11 +16,12 @@ from patrickstar._schedule.fragmentation import NO_FRAGMENTATION, Fragmentation
 from patrickstar._schedule.placement import Budgets, ChunkTiers, Tier, disk_bytes, initial_placement, least_shard_bytes
 from patrickstar._step.staging_pool import StagingSize
 from patrickstar._step.streamed_update import PIECE_NUMEL, buffer_bytes, buffer_count
-from patrickstar._tiers.disk_tier import STAGES, DiskTier
+from patrickstar._tiers.disk_tier import STAGES, DiskTier, stage_pages
 from patrickstar._tiers.hardware import Hardware
 from patrickstar._tiers.host_arena import ALIGN_BYTES
+from patrickstar._tiers.page_codec import PageCodec
 from patrickstar.config import Config, Delayed
-from patrickstar.errors import BudgetError
+from patrickstar.errors import BudgetError, ConfigError
 
 MASTER_BYTES = 4
 """Bytes per element of a master parameter, unless it is float64."""
@@ -150,7 +152,7 @@ def plan_tiers(
     itemsizes = (spec.itemsize for chunk in trained for spec in chunk.schema.lists[not chunk.sharded :])
     narrowest = min(itemsizes, default=MASTER_BYTES)
     page_bytes = max(page_bytes, MASTER_BYTES // narrowest * BLOCK_BYTES)
-    io_bytes = page_bytes * (STAGES + 1)
+    io_bytes = page_bytes * (STAGES * stage_pages(config.disk.packed, hardware.has_gpu) + 1)
     if config.reduce_dtype == "fp32":  # a sum of gradients, before it is added to its list on disk
         io_bytes += max(chunk.own_numel * MASTER_BYTES * chunk.sharded for chunk in layout.chunks)
     # Master and gradient list, beside the optimizer states, and the shard of the parameters.
@@ -169,8 +171,19 @@ def plan_tiers(
     placement = initial_placement(layout.chunks, budget, working_set)
     assert placement is not None, "budgets were checked"
     nbytes = disk_bytes(layout.chunks, placement)
-    disk = hardware.disk(directory, nbytes, page_bytes, checksums=config.disk.checksums, capacity_bytes=capacity)
+    codec = _codec() if config.disk.packed else None
+    disk = hardware.disk(
+        directory, nbytes, page_bytes, checksums=config.disk.checksums, capacity_bytes=capacity, codec=codec
+    )
     return TierPlan(placement, disk, staging_size, buffers, staging)
+
+
+def _codec() -> PageCodec:
+    """Return the codec of packed pages. Raises ConfigError if the C++ kernel can't be used."""
+    try:
+        return CppBackend.load().codec
+    except Unavailable as error:
+        raise ConfigError(f"ps.Disk(packed=True) needs the C++ kernel. {error}") from error
 
 
 def _update_bytes(layout: Layout, rules: Sequence[Rule]) -> int:

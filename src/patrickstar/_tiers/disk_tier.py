@@ -12,7 +12,9 @@ from patrickstar._hardware.transfer import Transfer
 from patrickstar._hardware.worker_pool import WorkerPool
 from patrickstar._tiers.chunk import Chunk
 from patrickstar._tiers.host_arena import HostArena
+from patrickstar._tiers.page_codec import PageCodec
 from patrickstar._tiers.swap_file import SwapFile
+from patrickstar.errors import DiskError
 
 STAGES = (READERS := 4) + (WRITERS := 2)
 """Threads, each with one page in flight. One disk read 1.05 GB/s with one thread and up to 1.6 with four, and wrote
@@ -25,6 +27,11 @@ STAGES = (READERS := 4) + (WRITERS := 2)
 # the spare pages. Pages of all lists have the same elements, so that one update writes whole pages.
 
 
+def stage_pages(packed: bool, has_gpu: bool) -> int:
+    """Return the pages that each thread's buffer holds: a packed one beside one on its way from or to the device."""
+    return 1 + (packed and has_gpu)
+
+
 def pages(nbytes: int, page_bytes: int = PAGE_BYTES) -> Iterator[tuple[int, int]]:
     """Yield the offset and length of each page of `nbytes`."""
     for start in range(0, nbytes, page_bytes):
@@ -32,19 +39,34 @@ def pages(nbytes: int, page_bytes: int = PAGE_BYTES) -> Iterator[tuple[int, int]
 
 
 class DiskTier:
-    """Reads and writes the chunks of one engine, as flat uint8 tensors on the host or on the accelerator."""
+    """Reads and writes the chunks of one engine, as flat uint8 tensors on the host or on the accelerator.
 
-    def __init__(self, file: SwapFile, page_bytes: int = PAGE_BYTES, accelerator: TorchDevice | None = None) -> None:
+    Args:
+        codec: Codec of the pages of fp32 chunks, None to store these as they are. See [Note: packed pages].
+    """
+
+    def __init__(
+        self,
+        file: SwapFile,
+        page_bytes: int = PAGE_BYTES,
+        accelerator: TorchDevice | None = None,
+        codec: PageCodec | None = None,
+    ) -> None:
         self.file = file
         self.page_bytes = page_bytes
-        self._written: set[int] = set()  # offsets of written pages; all others read as zeros
+        self.codec = codec
+        self._written: dict[int, int] = {}
+        """Stored bytes of each page that was written, by its offset; all others read as zeros."""
+        self._beyond_plan = 0
+        self._lock = threading.Lock()
         self.accelerator = accelerator
         self._stages: list[HostArena] = []
         self._thread = threading.local()
         begin = None if accelerator is None else accelerator.enter_worker
         new_stage = None if accelerator is None else self._page_locked_stage
-        self.readers = WorkerPool(READERS, "read", page_bytes, begin, new_stage)
-        self.writers = WorkerPool(WRITERS, "write", page_bytes, begin, new_stage)
+        stage_bytes = page_bytes * stage_pages(codec is not None, accelerator is not None)
+        self.readers = WorkerPool(READERS, "read", stage_bytes, begin, new_stage)
+        self.writers = WorkerPool(WRITERS, "write", stage_bytes, begin, new_stage)
 
     def _page_locked_stage(self, nbytes: int) -> torch.Tensor:
         self._stages.append(HostArena(nbytes, self.accelerator))
@@ -68,7 +90,8 @@ class DiskTier:
             chunk.disk.spare_offset = None
 
     def _free(self, chunk: Chunk, offset: int) -> None:
-        self._written.difference_update(offset + first for first, _ in pages(chunk.nbytes, self.page_bytes_of(chunk)))
+        for first, _ in pages(chunk.nbytes, self.page_bytes_of(chunk)):
+            self._written.pop(offset + first, None)
         self.file.free(offset, chunk.nbytes)
 
     def reserve_spare(self, chunk: Chunk) -> None:
@@ -86,18 +109,34 @@ class DiskTier:
         return self._submit(self.readers, self._read_page, chunk, start, target, urgent)
 
     def written_bytes(self, chunk: Chunk, start: int, nbytes: int) -> int:
-        """Return the number of these bytes that were written to the disk."""
+        """Return the bytes on the disk of the pages among these that were written."""
         assert chunk.disk.offset is not None
         offset = chunk.disk.offset + start
         page_bytes = self.page_bytes_of(chunk)
-        return sum(length for first, length in pages(nbytes, page_bytes) if offset + first in self._written)
+        return sum(self._written.get(offset + first, 0) for first, _ in pages(nbytes, page_bytes))
+
+    def planned_bytes(self, chunk: Chunk, nbytes: int) -> int:
+        """Return the bytes that a write of whole pages of a chunk is planned to store."""
+        return sum(self._stored_bytes(chunk, length) for _, length in pages(nbytes, self.page_bytes_of(chunk)))
+
+    def _stored_bytes(self, chunk: Chunk, nbytes: int) -> int:
+        return nbytes if self._codec_of(chunk) is None else PageCodec.stored_bytes(nbytes)
+
+    def _codec_of(self, chunk: Chunk) -> PageCodec | None:
+        return self.codec if chunk.dtype == torch.float32 else None
+
+    def end_plan(self) -> int:
+        """Return the bytes that pages written since the last call have taken beyond those planned."""
+        with self._lock:
+            nbytes, self._beyond_plan = self._beyond_plan, 0
+        return nbytes
 
     def write(self, chunk: Chunk, start: int, source: torch.Tensor, *, spare: bool = False) -> Transfer:
         """Write whole pages of a chunk, or its `spare` pages, from byte `start` on; no page may be in flight twice."""
         offset = chunk.disk.spare_offset if spare else chunk.disk.offset
         assert offset is not None
-        parts = pages(source.numel(), self.page_bytes_of(chunk))
-        self._written.update(offset + start + first for first, _ in parts)
+        for first, length in pages(source.numel(), self.page_bytes_of(chunk)):
+            self._written[offset + start + first] = self._stored_bytes(chunk, length)
         return self._submit(self.writers, self._write_page, chunk, start, source, False, spare)
 
     def close(self) -> None:
@@ -110,7 +149,7 @@ class DiskTier:
     def _submit(
         self,
         pool: WorkerPool,
-        transfer_page: Callable[[torch.Tensor, str, int, torch.Tensor, torch.Event | None], None],
+        transfer_page: Callable[[torch.Tensor, Chunk, int, torch.Tensor, torch.Event | None], None],
         chunk: Chunk,
         start: int,
         memory: torch.Tensor,
@@ -128,31 +167,53 @@ class DiskTier:
 
         def job(first: int, nbytes: int) -> Callable[[torch.Tensor], None]:
             page = memory[first : first + nbytes]
-            return lambda stage: transfer_page(stage, label, offset + first, page, ready)
+            return lambda stage: transfer_page(stage, chunk, offset + first, page, ready)
 
         return pool.submit([job(*page) for page in pages(memory.numel(), page_bytes)], label, urgent=urgent)
 
     def _read_page(
-        self, stage: torch.Tensor, label: str, offset: int, page: torch.Tensor, ready: torch.Event | None
+        self, stage: torch.Tensor, chunk: Chunk, offset: int, page: torch.Tensor, ready: torch.Event | None
     ) -> None:
-        if offset not in self._written:
+        if (length := self._written.get(offset)) is None:
             if ready is None:
                 ctypes.memset(page.data_ptr(), 0, page.numel())
             else:
                 self._on_stream(page.zero_, ready)
             return
-        direct = _direct(page)
-        self.file.read(offset, _bytes(page if direct else stage), page.numel(), label)
-        if not direct:
-            self._copy(page, stage[: page.numel()], ready)
+        codec, nbytes = self._codec_of(chunk), page.numel()
+        unpacked = page if ready is None else stage[:nbytes]
+        if codec is not None and length < nbytes:
+            packed = stage[-self.page_bytes :]
+            self.file.read(offset, _bytes(packed), length, repr(chunk))
+            if not codec.unpack(packed.data_ptr(), length, unpacked.data_ptr(), nbytes):
+                raise DiskError(f"a page of {chunk} at offset {offset} of {self.file} is damaged: it can't be unpacked")
+        elif _direct(page):
+            self.file.read(offset, _bytes(page), nbytes, repr(chunk))
+            return
+        else:
+            self.file.read(offset, _bytes(unpacked := stage), nbytes, repr(chunk))
+        if unpacked is not page:
+            self._copy(page, unpacked[:nbytes], ready)
 
     def _write_page(
-        self, stage: torch.Tensor, label: str, offset: int, page: torch.Tensor, ready: torch.Event | None
+        self, stage: torch.Tensor, chunk: Chunk, offset: int, page: torch.Tensor, ready: torch.Event | None
     ) -> None:
-        direct = _direct(page)
-        if not direct:
-            self._copy(stage[: page.numel()], page, ready)
-        self.file.write(offset, _bytes(page if direct else stage), page.numel(), label)
+        codec, nbytes, source = self._codec_of(chunk), page.numel(), page
+        if ready is not None:
+            self._copy(source := stage[:nbytes], page, ready)
+        if codec is not None:
+            packed = stage[-self.page_bytes :]
+            length = codec.pack(source.data_ptr(), nbytes, packed.data_ptr())
+            with self._lock:
+                self._beyond_plan += length - self._written[offset]
+                self._written[offset] = length
+            if length < nbytes:
+                self.file.write(offset, _bytes(packed), length, repr(chunk))
+                return
+        if ready is None and not _direct(page):
+            self._copy(stage[:nbytes], page, ready)
+        direct = ready is None and _direct(page)
+        self.file.write(offset, _bytes(page if direct else stage), nbytes, repr(chunk))
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, ready: torch.Event | None) -> None:
         """Copy in one thread: PyTorch's intra-op threads would compete with the computation."""

@@ -20,6 +20,7 @@ from patrickstar._schedule.fragmentation import NO_FRAGMENTATION
 from patrickstar._tiers.copy_streams import CopyStreams
 from patrickstar._tiers.disk_tier import DiskTier
 from patrickstar._tiers.host_arena import HostArena
+from patrickstar._tiers.page_codec import PageCodec
 from patrickstar._tiers.swap_file import SwapFile
 from patrickstar.errors import DiskError
 
@@ -140,7 +141,14 @@ class Hardware:
             ) from error
 
     def disk(
-        self, directory: Path, nbytes: int, page_bytes: int, *, checksums: bool, capacity_bytes: int | None
+        self,
+        directory: Path,
+        nbytes: int,
+        page_bytes: int,
+        *,
+        checksums: bool,
+        capacity_bytes: int | None,
+        codec: PageCodec | None = None,
     ) -> DiskTier:
         file = SwapFile(directory, nbytes, checksums=checksums, capacity_bytes=capacity_bytes)
-        return DiskTier(file, page_bytes, self.accelerator)
+        return DiskTier(file, page_bytes, self.accelerator, codec)

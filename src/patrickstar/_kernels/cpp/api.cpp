@@ -177,3 +177,15 @@ EXPORT uint64_t patrickstar_read(const uint64_t* words, int64_t count, int threa
     for (const uint64_t word : results) combined ^= word;
     return combined;
 }
+
+// Packs a page of fp32 words into `out`. Returns its bytes, or -1 if it has more than `capacity`.
+EXPORT int64_t patrickstar_pack(const uint32_t* words, int64_t numel, uint8_t* out, int64_t capacity,
+                                const char* variant) {
+    return loops_named(variant)->pack(words, numel, out, capacity);
+}
+
+// Restores a page from `length` bytes that `patrickstar_pack` stored. Returns 0, or -1 if they hold no such page.
+EXPORT int64_t patrickstar_unpack(const uint8_t* packed, int64_t length, uint32_t* words, int64_t numel,
+                                  const char* variant) {
+    return loops_named(variant)->unpack(packed, length, words, numel);
+}

@@ -5,6 +5,7 @@
 
 #include "codes.h"
 #include "formats.h"
+#include "packing.h"
 #include "rules.h"
 #include "spans.h"
 #include "streams.h"
@@ -206,6 +207,7 @@ bool runs_here() {
 }  // namespace
 
 extern const Loops NAME(loops_, PATRICKSTAR_LOOPS);
-const Loops NAME(loops_, PATRICKSTAR_LOOPS) = {TEXT_OF(PATRICKSTAR_LOOPS), runs_here, update, grad_stats, fold, read};
+const Loops NAME(loops_, PATRICKSTAR_LOOPS) = {
+    TEXT_OF(PATRICKSTAR_LOOPS), runs_here, update, grad_stats, fold, read, pack, unpack};
 
 }  // namespace patrickstar

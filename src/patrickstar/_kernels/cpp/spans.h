@@ -50,6 +50,8 @@ struct Loops {
     // Adds the sums of a span's BLOCKs as rows of LANES.
     double (*fold)(const double* values, int64_t count);
     uint64_t (*read)(const uint64_t* words, int64_t count);
+    int64_t (*pack)(const uint32_t* words, int64_t numel, uint8_t* out, int64_t capacity);
+    int64_t (*unpack)(const uint8_t* packed, int64_t length, uint32_t* words, int64_t numel);
 };
 
 }  // namespace patrickstar
