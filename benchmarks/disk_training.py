@@ -1,13 +1,16 @@
 """Measure training from disk: step time against plain PyTorch and against the hardware limit, and a large model.
 
-python benchmarks/disk_training.py --directory DIR [--cases plain medium bound large] [--rounds 3]
+python benchmarks/disk_training.py --directory DIR [--cases plain medium packed bound large] [--rounds 3]
 Cases: `plain` and `medium` (GPT-2 124M and 355M, parameters and optimizer states on disk, resident memory at most 1.6
-and 2.7 GiB, against a plain PyTorch loop), `bound` (optimizer states on disk, step time against the slowest of compute,
+and 2.7 GiB, against a plain PyTorch loop), `packed` (355M with packed pages against the same without, on this drive
+and on slower ones), `bound` (optimizer states on disk, step time against the slowest of compute,
 reads and writes), `large` (2 billion parameters with 3 GiB of device and 4 GiB of host memory). Every run is a separate
 process, so that its resident memory can be measured; the sides of a ratio alternate.
 """
 
 import argparse
+import threading
+import time
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -25,6 +28,7 @@ from patrickstar._engine.engine import Engine
 from patrickstar._hardware.direct_io import PAGE_BYTES
 from patrickstar._layout.byte_size import format_size
 from patrickstar._perf_model.machine_spec import DiskDrive
+from patrickstar._tiers.swap_file import SwapFile
 from patrickstar.integrations.transformers._model_builder import parameters_on_meta
 from patrickstar.testing import ReferenceTrainer
 
@@ -56,8 +60,16 @@ def run(
     device_memory: str | None = None,
     host_memory: str | None = None,
     max_norm: float | None = None,
+    packed: bool = False,
+    rate: float | None = None,
 ) -> dict[str, Any]:
-    """Train in this process and return the measurements. `side`: "plain", "memory" or "disk"."""
+    """Train in this process and return the measurements. `side`: "plain", "memory" or "disk".
+
+    Args:
+        rate: Bytes per second that the drive reads, and writes, at most; None: what it can.
+    """
+    if rate is not None:
+        slow_down(rate)
     torch.manual_seed(0)
     with parameters_on_meta():
         built = gpt("gpt2-124m", checkpointing, **DEFAULTS, **SHAPES[model])
@@ -71,7 +83,7 @@ def run(
             device="cpu",
             device_memory=device_memory,
             host_memory=host_memory,
-            disk=None if side == "memory" else ps.Disk(directory=directory),
+            disk=None if side == "memory" else ps.Disk(directory=directory, packed=packed),
             optimizer=ps.AdamW(lr=LEARNING_RATE, weight_decay=0.01),
         )
         trainer = Engine(built, config, weights=partial(pattern, built))
@@ -90,6 +102,19 @@ def run(
         result |= {"numel": trainer.layout.numel, "model_data": trainer.layout.model_data_bytes}
         trainer.close(keep=False)
     return result
+
+
+def slow_down(rate: float) -> None:
+    """Let the drive of this process transfer at most so many bytes per second in each direction."""
+    move, lock, free_at = SwapFile._move, threading.Lock(), {"read": 0.0, "write": 0.0}
+
+    def move_slowly(file: SwapFile, operation: str, offset: int, buffer: memoryview, nbytes: int, label: str) -> None:
+        with lock:
+            ends_at = free_at[operation] = max(time.perf_counter(), free_at[operation]) + nbytes / rate
+        move(file, operation, offset, buffer, nbytes, label)
+        time.sleep(max(0.0, ends_at - time.perf_counter()))
+
+    SwapFile._move = move_slowly
 
 
 def in_a_process(given: argparse.Namespace, side: str, **work: Any) -> dict[str, Any]:
@@ -160,6 +185,39 @@ def against_plain(given: argparse.Namespace, *, case: str, model: str, device: s
     )
 
 
+def packed(given: argparse.Namespace) -> None:
+    """Compare packed pages with pages as they are, by turns."""
+    work = {"model": "355m", "batch": 2, "steps": PLAIN_STEPS, "device_memory": "1700MiB", "host_memory": HOST_MEMORY}
+    rows = []
+    for rate in (None, 1e9, 0.5e9):
+        rounds = [
+            [in_a_process(given, "disk", **work, max_norm=1.0, packed=packs, rate=rate) for packs in (False, True)]
+            for _ in range(given.rounds)
+        ]
+        ratios = sorted(steady(ours) / steady(base) for base, ours in rounds)
+        base, ours = rounds[-1]
+        assert base["losses"] == ours["losses"], "packed pages have changed a bit"
+        nbytes = [sum(steady(each, key) for key in (READ, WRITTEN)) for each in (base, ours)]
+        rows.append(
+            {
+                "drive": "this one" if rate is None else f"{rate / 1e9:.1f} GB/s each way",
+                "step": f"{median(steady(each) for each, _ in rounds):.2f} s",
+                "packed": f"{median(steady(each) for _, each in rounds):.2f} s",
+                "ratio (range)": f"{median(ratios):.2f} ({ratios[0]:.2f} - {ratios[-1]:.2f})",
+                "read / written per step": f"{size(base, READ)} / {size(base, WRITTEN)}",
+                "packed, read / written": f"{size(ours, READ)} / {size(ours, WRITTEN)}",
+                "ratio of bytes": f"{nbytes[1] / nbytes[0]:.3f}",
+            }
+        )
+    publish(
+        "disk_training_packed",
+        f"GPT-2 355M, 2 x {SEQUENCE} tokens, bf16, clipped, device budget 1700 MiB, host budget {HOST_MEMORY}, the "
+        f"rest on disk: pages as they are and packed, by turns, with equal losses. A slower drive is this one, whose "
+        f"calls end as if it had that rate. Medians of steps 4 to {PLAIN_STEPS}, then of {given.rounds} rounds.",
+        rows,
+    )
+
+
 def bound(given: argparse.Namespace) -> None:
     work = {"model": "124m", "batch": 8, "steps": 6, "checkpointing": True, "device_memory": BOUND_DEVICE}
     rows = []
@@ -214,6 +272,7 @@ def large(given: argparse.Namespace) -> None:
 CASES = {
     "plain": partial(against_plain, case="plain", model="124m", device="850MiB", rss="1.60 GiB", limit=1.05),
     "medium": partial(against_plain, case="medium", model="355m", device="1700MiB", rss="2.70 GiB", limit=1.12),
+    "packed": packed,
     "bound": bound,
     "large": large,
 }

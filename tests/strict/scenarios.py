@@ -12,6 +12,7 @@ import random
 import sys
 import tempfile
 from typing import Any
+from unittest import mock
 
 import removal  # noqa: F401  First: without the statement that the environment names.
 import strict_device
@@ -24,6 +25,7 @@ from torch import nn
 import patrickstar as ps
 from patrickstar._hardware.accelerator import TorchDevice
 from patrickstar._schedule.eviction_prefetch import AggressivePrefetch, DemandFetch
+from patrickstar._tiers import page_codec
 
 WIDTH, LAYERS, STEPS = 48, 6, 4
 MODELS = "layers", "uneven layers", "words"
@@ -100,8 +102,9 @@ def run(seed: int) -> bool:
     options = tuple(name for name in kinds if choice.random() < 0.2)
     precision = choice.choice(["bf16", "bf16", "fp32"])
     results, parameters = _expected(precision, model, accumulation, clip, options)
-    with tempfile.TemporaryDirectory() as directory:
-        disk = ps.Disk(directory) if choice.random() < 0.35 else None
+    # Pages of a block gain something if they are not rounded to whole blocks.
+    with tempfile.TemporaryDirectory() as directory, mock.patch.object(page_codec, "BLOCK_BYTES", 64):
+        disk = ps.Disk(directory, packed=seed % 2 == 0) if choice.random() < 0.35 else None
         itemsize = 2 if precision == "bf16" else 4
         device = choice.choice([0.45, 0.7, 1.6, 20] if model != "words" else [1.5, 2, 3, 20])
         numel = sum(values.numel() for values in parameters.values())

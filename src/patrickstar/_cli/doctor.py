@@ -14,7 +14,7 @@ from patrickstar._dry_run.precision_choice import SLOW_RATIO
 from patrickstar._dry_run.product_rates import TYPICAL_WIDTH, product_rate
 from patrickstar._hardware.accelerator import TorchDevice
 from patrickstar._hardware.compute_device import UNSUPPORTED
-from patrickstar._hardware.machine_name import machine_name
+from patrickstar._hardware.machine_name import machine_name, usable_cores
 from patrickstar._hardware.memory_meter import host_meter, library_resident_bytes
 from patrickstar._hardware.ram import measure_ram
 from patrickstar._kernels.cpp_backend import CppBackend, Unavailable
@@ -23,10 +23,11 @@ from patrickstar._kernels.eager_backend import EagerBackend
 from patrickstar._kernels.triton_backend import TritonBackend
 from patrickstar._layout.byte_size import format_size
 from patrickstar._perf_model.cpu_precision import faster_on_cpu, gflops
-from patrickstar._perf_model.machine_spec import write_machine
+from patrickstar._perf_model.machine_spec import DiskDrive, write_machine
 from patrickstar._perf_model.margins import COLLECTIVE_BYTES, OUTSIDE_BYTES, device_budget
 from patrickstar._perf_model.workload import STATE_BYTES, UPDATE_BYTES
 from patrickstar._tiers.hardware import Hardware
+from patrickstar._tiers.page_codec import CODEC_RATE, PageCodec
 from patrickstar.config import Config
 
 TRIAL_NUMEL = 16_000_000
@@ -66,14 +67,15 @@ def examine(trial_numel: int = TRIAL_NUMEL, disk: Path | None = None, machine: P
         _triton(),
         *_speed(backend, trial_numel),
         _products(),
-        *(_disk(disk) if disk is not None else []),
+        *(_disk(disk, backend) if disk is not None else []),
         *(_machine(machine, disk) if machine is not None else []),
     ]
 
 
-def _disk(directory: Path) -> list[Finding]:
+def _disk(directory: Path, backend: Backend) -> list[Finding]:
     drive = measure_disk(directory)
     state_bytes = 10**9 * STATE_BYTES
+    packed = [_packed(directory, drive, backend.codec)] if isinstance(backend, CppBackend) else []
     return [
         Finding(
             "disk",
@@ -81,8 +83,22 @@ def _disk(directory: Path) -> list[Finding]:
             f"{drive.write / 1e9:.2f} GB/s at the same time, with checksums, until a cache is full; per step, the "
             f"optimizer states of 10^9 parameters take {state_bytes / drive.read:.0f} s to read and "
             f"{state_bytes / drive.write:.0f} s to write",
-        )
+        ),
+        *packed,
     ]
+
+
+def _packed(directory: Path, drive: DiskDrive, codec: PageCodec) -> Finding:
+    """Compare the drive with packed pages with the same without."""
+    packed, cores = measure_disk(directory, codec=codec), usable_cores()
+    seconds = [10**9 * STATE_BYTES / min(each.read, each.write) for each in (drive, packed)]
+    packing_s = 2 * 10**9 * STATE_BYTES / CODEC_RATE / cores
+    return Finding(
+        "packed pages",
+        f"reads {packed.read / 1e9:.2f} GB/s, writes {packed.write / 1e9:.2f} GB/s of states: with --packed the same "
+        f"states take {seconds[1]:.0f} s instead of {seconds[0]:.0f}, and {cores} cores for {packing_s:.0f} s, which "
+        f"a CPU that trains lacks",
+    )
 
 
 def _machine(path: Path, disk: Path | None) -> list[Finding]:

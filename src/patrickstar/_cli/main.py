@@ -72,9 +72,7 @@ def train(
     ] = 1.0,
     precision: Annotated[
         Literal["auto", "bf16", "fp16", "fp32"],
-        typer.Option(
-            help="Compute precision. auto: what is fast on the device, or that of the checkpoint of --resume."
-        ),
+        typer.Option(help="Compute precision. auto: what is fast on the device, or that of --resume's checkpoint."),
     ] = "auto",
     device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Compute device.")] = "auto",
     device_memory: Annotated[
@@ -90,6 +88,7 @@ def train(
     disk_capacity: Annotated[
         str | None, typer.Option(help="Largest size of the swap file, such as 200GiB. Default: the free space.")
     ] = None,
+    packed: Annotated[bool, typer.Option("--packed", help="Store states on disk in 7/8 of their bytes.")] = False,
     chunk_size: Annotated[
         str, typer.Option(help="Size of a parameter chunk in bytes or such as 64MiB, or auto.")
     ] = "auto",

@@ -27,6 +27,7 @@ class TrainOptions:
     host_memory: str | None
     disk: Path | None
     disk_capacity: str | None
+    packed: bool
     chunk_size: str
     activation_checkpointing: bool
     checkpointing_share: str | None

@@ -47,10 +47,11 @@ def _recomputed_share(options: TrainOptions) -> float | Literal["products", "aut
 
 def _disk(options: TrainOptions) -> ps.Disk | None:
     if options.disk is None:
-        if options.disk_capacity is not None:
-            raise ConfigError(f"--disk-capacity {options.disk_capacity} requires --disk, the directory")
+        given = {"--packed": options.packed, f"--disk-capacity {options.disk_capacity}": options.disk_capacity}
+        for name in (name for name, value in given.items() if value):
+            raise ConfigError(f"{name} requires --disk, the directory")
         return None
-    return ps.Disk(directory=options.disk, capacity=options.disk_capacity)
+    return ps.Disk(directory=options.disk, capacity=options.disk_capacity, packed=options.packed)
 
 
 def _late_update(options: TrainOptions) -> ps.Delayed | ps.LockFree | None:

@@ -16,7 +16,7 @@ from patrickstar._hardware.vm_pool import PagePool, can_move_pages, round_up
 from patrickstar._kernels.adam import AdamRule
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.update_rule import Gradient, Span
-from patrickstar._layout.schema import PARAM16
+from patrickstar._layout.schema import EXP_AVG, PARAM16
 from patrickstar._perf_model.machine_spec import DiskDrive, Gpu, Host, Links, Machine
 from patrickstar._perf_model.workload import UPDATE_BYTES
 from patrickstar._step.streamed_update import StreamedUpdates, buffer_bytes
@@ -26,6 +26,7 @@ from patrickstar._tiers.disk_tier import DiskTier
 from patrickstar._tiers.hardware import Hardware
 from patrickstar._tiers.host_arena import ALIGN_BYTES, HostArena
 from patrickstar._tiers.host_tier import HostTier
+from patrickstar._tiers.page_codec import PageCodec
 from patrickstar._tiers.swap_file import SwapFile
 
 ROUNDS = 5
@@ -84,25 +85,30 @@ def profile_machine(device: torch.device, directory: str | Path | None = None) -
     )
 
 
-def measure_disk(directory: str | Path, chunk_bytes: int = DISK_CHUNK_BYTES) -> DiskDrive:
+def measure_disk(
+    directory: str | Path, chunk_bytes: int = DISK_CHUNK_BYTES, codec: PageCodec | None = None
+) -> DiskDrive:
     """Time reading and writing a few chunks at the same time, as steps do, over the code path of chunk transfers.
 
     It takes about a second. A drive with a cache of fast cells writes as fast only until that is full.
 
+    Args:
+        codec: Codec of packed pages; default: they are stored as they are.
+
     Returns:
-        The free space, and the rates with checksums.
+        The free space, and the rates of unpacked bytes with checksums.
 
     Raises:
         DiskError: The directory cannot be used.
     """
     device = torch.device("cpu")
     pages = PagePool() if can_move_pages() else None
-    tier = DiskTier(SwapFile(directory, 2 * chunk_bytes * ROUNDS))
-    chunks = [Chunk(PARAM16, i, chunk_bytes // 2, "bfloat16", device) for i in range(2 * ROUNDS)]
-    buffers = [Chunk(PARAM16, len(chunks) + i, chunk_bytes // 2, "bfloat16", device, pages) for i in range(2)]
+    tier = DiskTier(SwapFile(directory, 2 * chunk_bytes * ROUNDS), codec=codec)
+    chunks = [Chunk(EXP_AVG, i, chunk_bytes // 4, "float32", device) for i in range(2 * ROUNDS)]
+    buffers = [Chunk(EXP_AVG, len(chunks) + i, chunk_bytes // 4, "float32", device, pages) for i in range(2)]
     for buffer in buffers:
         buffer.allocate_device()
-    source, target = (buffer.on_device(buffer.whole).view(torch.uint8).random_() for buffer in buffers)
+    source, target = (buffer.on_device(buffer.whole).normal_().view(torch.uint8) for buffer in buffers)
     try:
         for chunk in chunks:
             tier.reserve(chunk)
