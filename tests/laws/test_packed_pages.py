@@ -1,6 +1,7 @@
 """The laws with packed pages on disk: exactness, predicted traffic, damaged pages."""
 
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
@@ -8,12 +9,16 @@ from hypothesis import assume
 from hypothesis import strategies as st
 from probes import manager_of
 from sampling import drawn
-from toys import batches, train
+from seeded import run_step
+from simulated_machines import DESKTOP, LAPTOP
+from toys import batches, layers, train
 
 import patrickstar as ps
+from patrickstar._dry_run.simulation import simulate
 from patrickstar._hardware.vm_pool import private_memory
 from patrickstar._kernels.cpp_backend import CppBackend
 from patrickstar._layout.schema import EXP_AVG, PARAM16
+from patrickstar._perf_model.machine_spec import DiskDrive
 from patrickstar._tiers import page_codec
 from patrickstar._tiers.chunk import Chunk
 from patrickstar._tiers.disk_tier import DiskTier
@@ -72,6 +77,23 @@ def test_packed_states_take_seven_eighths_of_the_bytes(tmp_path, small_pages):
             tiers.assert_at_rest(engine)
             transferred[packs] = manager_of(engine).counters.disk_write_bytes
     assert 0.88 < transferred[True] / transferred[False] < 0.93  # the last page of a chunk is short
+
+
+@pytest.mark.parametrize(("machine", "drive_rate", "faster"), [(DESKTOP, 1e8, True), (LAPTOP, 1e12, False)])
+def test_a_dry_run_is_faster_where_the_drive_is_slow_and_slower_where_the_cores_are(
+    tmp_path, machine, drive_rate, faster
+):
+    disk = DiskDrive(capacity="100GB", read=drive_rate, write=drive_rate)
+    machine = machine.model_copy(update={"disk": disk})
+    seconds, nbytes = {}, {}
+    for packs in (False, True):
+        options_ = options("bf16", 1 << 16, device_memory=1 << 20, host_memory=3 << 20)
+        options_ = options_.model_copy(update={"disk": ps.Disk(tmp_path, packed=packs)})
+        step = partial(run_step, batch=(torch.empty(64, 256, device="meta"),))
+        report = simulate(ps.Engine, partial(layers, 256, 12, bias=False), options_, step, machine, page_bytes=1 << 16)
+        seconds[packs], nbytes[packs] = report.seconds, report.stats.disk_read_bytes
+    assert 0.9 < nbytes[True] / nbytes[False] < 0.95  # a page of 64 KiB has 15 blocks in place of 16
+    assert (seconds[True] < 0.96 * seconds[False]) if faster else (seconds[True] > seconds[False])
 
 
 def chunk_on_disk(directory, values, **more) -> tuple[DiskTier, Chunk]:

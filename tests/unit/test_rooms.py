@@ -14,7 +14,7 @@ MOST_LINES = {
     "_chunks": 1718,
     "_cli": 2375,
     "_distributed": 2442,
-    "_dry_run": 3659,
+    "_dry_run": 3665,
     "_engine": 4025,
     "_hardware": 2515,
     "_kernels": 2734,

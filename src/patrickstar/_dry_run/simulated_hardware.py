@@ -25,7 +25,7 @@ from patrickstar._hardware.worker_pool import WorkerPool
 from patrickstar._perf_model.machine_spec import Machine
 from patrickstar._tiers.chunk import Chunk
 from patrickstar._tiers.copy_streams import CopyStreams
-from patrickstar._tiers.disk_tier import DiskTier
+from patrickstar._tiers.disk_tier import READERS, WRITERS, DiskTier
 from patrickstar._tiers.hardware import Hardware
 from patrickstar._tiers.host_arena import ArenaBlock, HostArena
 from patrickstar._tiers.page_codec import CODEC_RATE, PageCodec
@@ -99,7 +99,7 @@ class SimulatedSwapFile(SwapFile):
 class SimulatedDiskTier(DiskTier):
     """Disk tier whose reads and writes run on two simulated channels.
 
-    Packing takes processor time. Beside a GPU the cores have it; on a CPU they compute less meanwhile.
+    Packed pages take at least the time in which their threads pack them. On a CPU the cores compute less meanwhile.
     """
 
     def __init__(
@@ -118,16 +118,22 @@ class SimulatedDiskTier(DiskTier):
         urgent: bool,
         spare: bool = False,
     ) -> Transfer:
-        hardware = self._hardware
-        if self._codec_of(chunk) is not None and not hardware.has_gpu:
-            hardware.compute(memory.numel() / (CODEC_RATE * hardware.machine.host.cores))
-        if pool is self.readers:
-            nbytes = self.written_bytes(chunk, start, memory.numel())
+        hardware, reads = self._hardware, pool is self.readers
+        channel, threads = (hardware.read, READERS) if reads else (hardware.write, WRITERS)
+        nbytes = (
+            self.written_bytes(chunk, start, memory.numel()) if reads else self.planned_bytes(chunk, memory.numel())
+        )
+        seconds = nbytes / channel.rate
+        if nbytes and self._codec_of(chunk) is not None:
+            cores = hardware.machine.host.cores
+            seconds = max(seconds, memory.numel() / (CODEC_RATE * min(threads, cores)))
+            if not hardware.has_gpu:
+                hardware.compute(memory.numel() / (CODEC_RATE * cores))
+        if reads:
             self.file.read_bytes += nbytes
-            return hardware.read.begin(nbytes, repr(chunk), urgent)
-        nbytes = self.planned_bytes(chunk, memory.numel())
-        self.file.written_bytes += nbytes
-        return hardware.write.begin(nbytes, repr(chunk))
+        else:
+            self.file.written_bytes += nbytes
+        return channel.begin(nbytes, repr(chunk), urgent, seconds=seconds)
 
 
 class SimulatedHardware(Hardware):
