@@ -26,7 +26,7 @@ MOST_LINES = {
     "_report": 962,
     "_schedule": 1204,
     "_step": 4797,
-    "_tiers": 2180,
+    "_tiers": 2181,
     "integrations": 3999,
     "optim": 896,
 }

@@ -205,8 +205,9 @@ class DiskTier:
             packed = stage[-self.page_bytes :]
             length = codec.pack(source.data_ptr(), nbytes, packed.data_ptr())
             with self._lock:
-                self._beyond_plan += length - self._written[offset]
-                self._written[offset] = length
+                self._beyond_plan += length - codec.stored_bytes(nbytes)
+                if offset in self._written:  # else the chunk was released meanwhile
+                    self._written[offset] = length
             if length < nbytes:
                 self.file.write(offset, _bytes(packed), length, repr(chunk))
                 return
