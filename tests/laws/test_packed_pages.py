@@ -1,6 +1,5 @@
 """The laws with packed pages on disk: exactness, predicted traffic, damaged pages."""
 
-import dataclasses
 from functools import partial
 
 import pytest
@@ -22,7 +21,6 @@ from patrickstar._perf_model.machine_spec import DiskDrive
 from patrickstar._tiers import page_codec
 from patrickstar._tiers.chunk import Chunk
 from patrickstar._tiers.disk_tier import DiskTier
-from patrickstar._tiers.page_codec import PageCodec
 from patrickstar._tiers.swap_file import SwapFile
 from patrickstar.errors import DiskError
 
@@ -116,7 +114,10 @@ def test_pages_of_any_bits_are_restored_and_chunks_of_16_bits_are_not_packed(tmp
         assert read.view(torch.int32).equal(values.view(torch.int32))
         stored = tier.written_bytes(chunk, 0, values.nbytes)
         assert (stored < 0.95 * values.nbytes) == packs and stored == tier.file.written_bytes == tier.file.read_bytes
-        assert stored == tier.planned_bytes(chunk, values.nbytes) + tier.end_plan() and not tier.end_plan()
+        assert (
+            stored == tier.planned_bytes(chunk, values.nbytes) + tier.pop_unplanned_bytes()
+            and not tier.pop_unplanned_bytes()
+        )
         halves = Chunk(PARAM16, 1, 2048, "bfloat16", torch.device("cpu"))
         assert tier.planned_bytes(halves, 4096) == 4096
         tier.close()
@@ -142,37 +143,23 @@ words = st.one_of(
 )
 
 
-@dataclasses.dataclass
-class Packed:
-    """A page, packed in room for as many bytes, of which the last ones must not be written."""
-
-    page: torch.Tensor
-    room: torch.Tensor
-    length: int
-
-
-def pack(codec: PageCodec, values: list[int]) -> Packed:
-    page = torch.tensor(values, dtype=torch.int64).to(torch.int32)
-    room = torch.full((page.nbytes + 64,), 0xA5, dtype=torch.uint8)
-    length = codec.pack(page.data_ptr(), page.nbytes, room.data_ptr())
-    assert (room[page.nbytes :] == 0xA5).all(), "bytes beyond the page's are written"
-    return Packed(page, room, length)
-
-
 @drawn(
     400, st.lists(words, min_size=1, max_size=64), st.integers(1, 1500), st.sampled_from(CppBackend.load().variants())
 )
 def test_all_variants_restore_all_bits(values, numel, variant):
+    codec = CppBackend.find(variant).codec
+    page = torch.tensor([values[i * 7 % len(values)] for i in range(numel)], dtype=torch.int64).to(torch.int32)
+    room = torch.full((page.nbytes + 64,), 0xA5, dtype=torch.uint8)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(page_codec, "BLOCK_BYTES", 1)
-        codec = CppBackend.find(variant).codec
-        found = pack(codec, [values[i * 7 % len(values)] for i in range(numel)])
-    if found.length == found.page.nbytes:
+        length = codec.pack(page.data_ptr(), page.nbytes, room.data_ptr())
+    assert (room[page.nbytes :] == 0xA5).all(), "bytes beyond the page's are written"
+    if length == page.nbytes:
         return  # nothing gained: stored as it is
-    assert found.length < found.page.nbytes
+    assert length < page.nbytes
     restored = torch.full((numel + 16,), -1, dtype=torch.int32)
-    assert codec.unpack(found.room.data_ptr(), found.length, restored.data_ptr(), found.page.nbytes)
-    assert restored[:numel].equal(found.page) and (restored[numel:] == -1).all()
+    assert codec.unpack(room.data_ptr(), length, restored.data_ptr(), page.nbytes)
+    assert restored[:numel].equal(page) and (restored[numel:] == -1).all()
 
 
 @drawn(200, st.integers(0, 2**32), st.integers(1, 3000), st.sampled_from(CppBackend.load().variants()))

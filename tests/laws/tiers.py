@@ -152,7 +152,7 @@ def assert_at_rest(engine: ps.Engine) -> None:
     for pages in pool.live:
         pool.wait(pages.reads)
     file, counters = manager.disk_tier.file, manager.counters
-    written_bytes = counters.disk_write_bytes + manager.disk_tier.end_plan()
+    written_bytes = counters.disk_write_bytes + manager.disk_tier.pop_unplanned_bytes()
     assert (counters.disk_read_bytes, written_bytes) == (file.read_bytes, file.written_bytes)
     assert not any(param.update_pending or param.uses for param in engine.inspect().parameters)
     assert not manager.transfers.in_flight and manager.transfers.evicting_bytes == 0

@@ -39,7 +39,8 @@ def test_device_without_an_index_is_the_current_one(fake_cuda: FakeCuda):
 
 
 def test_disk_threads_start_on_the_device(fake_cuda: FakeCuda, tmp_path):
-    disk = Hardware(SECOND).disk(tmp_path, 1 << 16, PAGE, checksums=True, capacity_bytes=None)
+    hardware = Hardware(SECOND)
+    disk = hardware.disk(hardware.swap_file(tmp_path, 1 << 16, True, None), PAGE)
     for pool in (disk.readers, disk.writers):
         pool.submit([lambda stage: None], "a page").wait()
     disk.close()

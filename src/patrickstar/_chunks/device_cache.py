@@ -339,7 +339,7 @@ class DeviceCache:
         So the answer does not depend on whether they have ended. If they fit, an eviction of `newcomer` ends, too.
         """
         in_flight, device = self.transfers.in_flight, self.device_tier
-        started = [each for each in in_flight if (write := each.device.reader) is not None and write.started]
+        started = [each for each in in_flight if (reader := each.device.reader) is not None and reader.started]
         if device.used - sum(chunk.nbytes for chunk in started) + nbytes > limit_bytes:
             return False
         for chunk in started:

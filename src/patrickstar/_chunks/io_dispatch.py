@@ -141,7 +141,7 @@ class IODispatch:
         self.check()
         self.disk.reserve(chunk)
         nbytes = self.disk.planned_bytes(chunk, source.numel())
-        self.counters.disk_write_bytes += nbytes + self.disk.end_plan()
+        self.counters.disk_write_bytes += nbytes + self.disk.pop_unplanned_bytes()
         transfer = self.disk.write(chunk, start, source, spare=spare)
         return self._requested(Channel.DISK_WRITE, chunk, nbytes, transfer)
 

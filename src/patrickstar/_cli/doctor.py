@@ -75,7 +75,6 @@ def examine(trial_numel: int = TRIAL_NUMEL, disk: Path | None = None, machine: P
 def _disk(directory: Path, backend: Backend) -> list[Finding]:
     drive = measure_disk(directory)
     state_bytes = 10**9 * STATE_BYTES
-    packed = [_packed(directory, drive, backend.codec)] if isinstance(backend, CppBackend) else []
     return [
         Finding(
             "disk",
@@ -84,20 +83,20 @@ def _disk(directory: Path, backend: Backend) -> list[Finding]:
             f"optimizer states of 10^9 parameters take {state_bytes / drive.read:.0f} s to read and "
             f"{state_bytes / drive.write:.0f} s to write",
         ),
-        *packed,
+        *([_packed(directory, drive, backend.codec)] if isinstance(backend, CppBackend) else []),
     ]
 
 
 def _packed(directory: Path, drive: DiskDrive, codec: PageCodec) -> Finding:
     """Compare the drive with packed pages with the same without."""
     packed, cores = measure_disk(directory, codec=codec), usable_cores()
-    seconds = [10**9 * STATE_BYTES / min(each.read, each.write) for each in (drive, packed)]
-    packing_s = 2 * 10**9 * STATE_BYTES / CODEC_RATE / cores
+    state_bytes = 10**9 * STATE_BYTES
+    seconds = [state_bytes / min(each.read, each.write) for each in (drive, packed)]
     return Finding(
         "packed pages",
         f"reads {packed.read / 1e9:.2f} GB/s, writes {packed.write / 1e9:.2f} GB/s of states: with --packed the same "
-        f"states take {seconds[1]:.0f} s instead of {seconds[0]:.0f}, and {cores} cores for {packing_s:.0f} s, which "
-        f"a CPU that trains lacks",
+        f"states take {seconds[1]:.0f} s instead of {seconds[0]:.0f}, and {cores} cores for "
+        f"{2 * state_bytes / CODEC_RATE / cores:.0f} s, which a CPU that trains lacks",
     )
 
 

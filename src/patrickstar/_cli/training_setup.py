@@ -47,9 +47,10 @@ def _recomputed_share(options: TrainOptions) -> float | Literal["products", "aut
 
 def _disk(options: TrainOptions) -> ps.Disk | None:
     if options.disk is None:
-        given = {"--packed": options.packed, f"--disk-capacity {options.disk_capacity}": options.disk_capacity}
-        for name in (name for name, value in given.items() if value):
-            raise ConfigError(f"{name} requires --disk, the directory")
+        if options.packed:
+            raise ConfigError("--packed requires --disk, the directory")
+        if options.disk_capacity is not None:
+            raise ConfigError(f"--disk-capacity {options.disk_capacity} requires --disk, the directory")
         return None
     return ps.Disk(directory=options.disk, capacity=options.disk_capacity, packed=options.packed)
 

@@ -102,9 +102,7 @@ class SimulatedDiskTier(DiskTier):
     Packed pages take at least the time in which their threads pack them. On a CPU the cores compute less meanwhile.
     """
 
-    def __init__(
-        self, file: SimulatedSwapFile, page_bytes: int, hardware: "SimulatedHardware", codec: PageCodec | None
-    ) -> None:
+    def __init__(self, file: SwapFile, page_bytes: int, hardware: "SimulatedHardware", codec: PageCodec | None) -> None:
         super().__init__(file, page_bytes, codec=codec)
         self._hardware = hardware
 
@@ -263,17 +261,10 @@ class SimulatedHardware(Hardware):
     def free_disk_bytes(self, directory: Path) -> int:
         return self.machine.disk.capacity if self.machine.disk is not None else 0
 
-    def disk(
-        self,
-        directory: Path,
-        nbytes: int,
-        page_bytes: int,
-        *,
-        checksums: bool,
-        capacity_bytes: int | None,
-        codec: PageCodec | None = None,
-    ) -> DiskTier:
-        file = SimulatedSwapFile(directory, nbytes, self.free_disk_bytes(directory), capacity_bytes)
+    def swap_file(self, directory: Path, nbytes: int, checksums: bool, capacity_bytes: int | None) -> SwapFile:
+        return SimulatedSwapFile(directory, nbytes, self.free_disk_bytes(directory), capacity_bytes)
+
+    def disk(self, file: SwapFile, page_bytes: int, codec: PageCodec | None = None) -> DiskTier:
         return SimulatedDiskTier(file, page_bytes, self, codec)
 
 

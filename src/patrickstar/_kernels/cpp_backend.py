@@ -100,6 +100,7 @@ class CppBackend:
     @property
     def codec(self) -> PageCodec:
         """Codec of packed pages, in the instruction set of this backend."""
+        assert self._variant in (None, *self.variants()), f"this machine lacks {self._variant}"
         return PageCodec(self._library, self._variant_name)
 
     def variants(self) -> list[str]:
@@ -246,8 +247,7 @@ def _library() -> ctypes.CDLL:
         ("finish", None, [address]),
         ("grad_stats", count, [*call, address, address]),
         ("read", ctypes.c_uint64, [address, count, number]),
-        ("pack", count, [address, count, address, count, text]),
-        ("unpack", count, [address, count, address, count, text]),
+        *((name, count, [address, count, address, count, text]) for name in ("pack", "unpack")),
     ):
         function = getattr(library, f"patrickstar_{name}")
         function.restype, function.argtypes = result, arguments

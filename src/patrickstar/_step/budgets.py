@@ -172,9 +172,7 @@ def plan_tiers(
     assert placement is not None, "budgets were checked"
     nbytes = disk_bytes(layout.chunks, placement)
     codec = _codec() if config.disk.packed else None
-    disk = hardware.disk(
-        directory, nbytes, page_bytes, checksums=config.disk.checksums, capacity_bytes=capacity, codec=codec
-    )
+    disk = hardware.disk(hardware.swap_file(directory, nbytes, config.disk.checksums, capacity), page_bytes, codec)
     return TierPlan(placement, disk, staging_size, buffers, staging)
 
 

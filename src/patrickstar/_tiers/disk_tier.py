@@ -57,7 +57,7 @@ class DiskTier:
         self.codec = codec
         self._written: dict[int, int] = {}
         """Stored bytes of each page that was written, by its offset; all others read as zeros."""
-        self._beyond_plan = 0
+        self._unplanned_bytes = 0
         self._lock = threading.Lock()
         self.accelerator = accelerator
         self._stages: list[HostArena] = []
@@ -90,8 +90,9 @@ class DiskTier:
             chunk.disk.spare_offset = None
 
     def _free(self, chunk: Chunk, offset: int) -> None:
-        for first, _ in pages(chunk.nbytes, self.page_bytes_of(chunk)):
-            self._written.pop(offset + first, None)
+        with self._lock:
+            for first, _ in pages(chunk.nbytes, self.page_bytes_of(chunk)):
+                self._written.pop(offset + first, None)
         self.file.free(offset, chunk.nbytes)
 
     def reserve_spare(self, chunk: Chunk) -> None:
@@ -117,18 +118,16 @@ class DiskTier:
 
     def planned_bytes(self, chunk: Chunk, nbytes: int) -> int:
         """Return the bytes that a write of whole pages of a chunk is planned to store."""
-        return sum(self._stored_bytes(chunk, length) for _, length in pages(nbytes, self.page_bytes_of(chunk)))
-
-    def _stored_bytes(self, chunk: Chunk, nbytes: int) -> int:
-        return nbytes if self._codec_of(chunk) is None else PageCodec.stored_bytes(nbytes)
+        stored_bytes = int if (codec := self._codec_of(chunk)) is None else codec.stored_bytes
+        return sum(stored_bytes(length) for _, length in pages(nbytes, self.page_bytes_of(chunk)))
 
     def _codec_of(self, chunk: Chunk) -> PageCodec | None:
         return self.codec if chunk.dtype == torch.float32 else None
 
-    def end_plan(self) -> int:
-        """Return the bytes that pages written since the last call have taken beyond those planned."""
+    def pop_unplanned_bytes(self) -> int:
+        """Return the bytes beyond those planned of the pages that were packed since the last call."""
         with self._lock:
-            nbytes, self._beyond_plan = self._beyond_plan, 0
+            nbytes, self._unplanned_bytes = self._unplanned_bytes, 0
         return nbytes
 
     def write(self, chunk: Chunk, start: int, source: torch.Tensor, *, spare: bool = False) -> Transfer:
@@ -136,7 +135,7 @@ class DiskTier:
         offset = chunk.disk.spare_offset if spare else chunk.disk.offset
         assert offset is not None
         for first, length in pages(source.numel(), self.page_bytes_of(chunk)):
-            self._written[offset + start + first] = self._stored_bytes(chunk, length)
+            self._written[offset + start + first] = self.planned_bytes(chunk, length)
         return self._submit(self.writers, self._write_page, chunk, start, source, False, spare)
 
     def close(self) -> None:
@@ -181,40 +180,43 @@ class DiskTier:
                 self._on_stream(page.zero_, ready)
             return
         codec, nbytes = self._codec_of(chunk), page.numel()
-        unpacked = page if ready is None else stage[:nbytes]
         if codec is not None and length < nbytes:
-            packed = stage[-self.page_bytes :]
+            unpacked, packed = page if ready is None else stage[:nbytes], stage[-self.page_bytes :]
             self.file.read(offset, _bytes(packed), length, repr(chunk))
             if not codec.unpack(packed.data_ptr(), length, unpacked.data_ptr(), nbytes):
                 raise DiskError(f"a page of {chunk} at offset {offset} of {self.file} is damaged: it can't be unpacked")
-        elif _direct(page):
-            self.file.read(offset, _bytes(page), nbytes, repr(chunk))
-            return
         else:
-            self.file.read(offset, _bytes(unpacked := stage), nbytes, repr(chunk))
+            unpacked = page if _direct(page) else stage[:nbytes]
+            self.file.read(offset, _bytes(page if unpacked is page else stage), nbytes, repr(chunk))
         if unpacked is not page:
-            self._copy(page, unpacked[:nbytes], ready)
+            self._copy(page, unpacked, ready)
 
     def _write_page(
         self, stage: torch.Tensor, chunk: Chunk, offset: int, page: torch.Tensor, ready: torch.Event | None
     ) -> None:
-        codec, nbytes, source = self._codec_of(chunk), page.numel(), page
+        codec, nbytes, on_host = self._codec_of(chunk), page.numel(), page
         if ready is not None:
-            self._copy(source := stage[:nbytes], page, ready)
-        if codec is not None:
-            packed = stage[-self.page_bytes :]
-            length = codec.pack(source.data_ptr(), nbytes, packed.data_ptr())
-            with self._lock:
-                self._beyond_plan += length - codec.stored_bytes(nbytes)
-                if offset in self._written:  # else the chunk was released meanwhile
-                    self._written[offset] = length
-            if length < nbytes:
-                self.file.write(offset, _bytes(packed), length, repr(chunk))
-                return
-        if ready is None and not _direct(page):
+            self._copy(on_host := stage[:nbytes], page, ready)
+        if codec is not None and self._write_packed(codec, stage[-self.page_bytes :], chunk, offset, on_host):
+            return
+        if on_host is page and not _direct(page):
             self._copy(stage[:nbytes], page, ready)
-        direct = ready is None and _direct(page)
-        self.file.write(offset, _bytes(page if direct else stage), nbytes, repr(chunk))
+        self.file.write(offset, _bytes(page if _direct(page) else stage), nbytes, repr(chunk))
+
+    def _write_packed(
+        self, codec: PageCodec, packed: torch.Tensor, chunk: Chunk, offset: int, page: torch.Tensor
+    ) -> bool:
+        """Pack a page on the host into `packed`, and write that at `offset`. Return False if nothing is gained."""
+        nbytes = page.numel()
+        length = codec.pack(page.data_ptr(), nbytes, packed.data_ptr())
+        with self._lock:
+            self._unplanned_bytes += length - codec.stored_bytes(nbytes)
+            if offset in self._written:  # else the chunk was released meanwhile
+                self._written[offset] = length
+        if length == nbytes:
+            return False
+        self.file.write(offset, _bytes(packed), length, repr(chunk))
+        return True
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, ready: torch.Event | None) -> None:
         """Copy in one thread: PyTorch's intra-op threads would compete with the computation."""
