@@ -1,12 +1,14 @@
-"""Gains of a plan by more memory, another drive, more GPUs or late updates, and the life of its drive."""
+"""Gains of a plan by more memory, another drive, packed pages, more GPUs or late updates, and the life of its drive."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from patrickstar._hardware.direct_io import PAGE_BYTES
 from patrickstar._perf_model.machine_parts import NVME_READ, NVME_WRITE, rate_through_host
 from patrickstar._perf_model.machine_spec import DiskDrive, Machine
 from patrickstar._perf_model.mesh import Mesh
 from patrickstar._perf_model.perf_model import Estimate, estimate
+from patrickstar._tiers.page_codec import CODEC_RATE, PageCodec
 from patrickstar.errors import BudgetError
 
 BestEstimate = Callable[[Machine, Mesh], Estimate | None]
@@ -46,6 +48,9 @@ def _changes(machine: Machine, mesh: Mesh) -> Iterator[tuple[str, Machine, Mesh]
     else:
         twice = DiskDrive(capacity=2 * disk.capacity, read=2 * disk.read, write=2 * disk.write)
         yield f"a second drive{each}", machine.model_copy(update={"disk": twice}), mesh
+        # Beside computation on the same cores packing takes more time than it saves.
+        if machine.gpu is not None:
+            yield "packed pages", machine.model_copy(update={"disk": _packed(disk, machine.host.cores)}), mesh
     gpu, links = machine.gpu, machine.links
     if gpu is not None and links is not None and mesh.gpus == gpu.count and mesh.ep == mesh.tp == 1:
         more = gpu.model_copy(update={"count": 2 * gpu.count})
@@ -57,6 +62,14 @@ def _changes(machine: Machine, mesh: Mesh) -> Iterator[tuple[str, Machine, Mesh]
             machine.model_copy(update={"gpu": more, "links": wired}),
             replace(mesh, gpus=2 * mesh.gpus),
         )
+
+
+def _packed(disk: DiskDrive, cores: int) -> DiskDrive:
+    """Return a drive with the rates of unpacked bytes that it has with packed pages, whose places are as large."""
+    share = PageCodec.stored_bytes(PAGE_BYTES) / PAGE_BYTES
+    each_way = cores * CODEC_RATE / 2
+    rates = {"read": min(disk.read / share, each_way), "write": min(disk.write / share, each_way)}
+    return disk.model_copy(update=rates)
 
 
 def lock_free(machine: Machine, best: Estimate) -> Estimate | None:
