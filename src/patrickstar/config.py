@@ -33,6 +33,9 @@ class Disk(Options):
     free space of the disk."""
     checksums: bool = True
     """Hash each page when it is written, and compare the hash when it is read. Default True."""
+    durable: bool = False
+    """Let checkpoints on the same file system refer to pages of the swap file instead of writing them again, so that
+    each step can have one. The file then has room for two versions of each page. Default False."""
     packed: bool = False
     """Store pages of fp32 masters and states without loss in 7/8 of their bytes; faster where a step waits for the
     drive and cores are idle. `patrickstar doctor --disk` measures both. Default False."""
@@ -41,6 +44,12 @@ class Disk(Options):
     @classmethod
     def _size(cls, value: int | str | None) -> int | None:
         return None if value is None else parse_size_field(value)
+
+    @model_validator(mode="after")
+    def _check_durable(self) -> "Disk":
+        if self.durable and not self.checksums:
+            raise ValueError("durable=True needs checksums=True: a checkpoint has the checksum of each page")
+        return self
 
 
 class Delayed(Options):

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from patrickstar._checkpoint.dcp_calls import save
+from patrickstar._checkpoint.page_references import PageReferences, can_refer
 from patrickstar._checkpoint.safetensors_file import SafetensorsFile
 from patrickstar._checkpoint.save_planner import (
     ShardSavePlanner,
@@ -38,6 +39,10 @@ POLL_S = 0.02
 # accelerator copies beside its work. Before a chunk is updated, its remaining pages are passed to the writer and waited
 # for. Only the training thread reads chunks; the save thread plans with the other processes, writes the manifest and
 # waits for the bytes.
+#
+# With `ps.Disk(durable=True)` the checkpoint refers to the pages of chunks on disk: they are not written again. New
+# content of these pages goes elsewhere, which is free once the checkpoint before has been deleted. So updates of these
+# chunks wait until this checkpoint is complete. See [Note: pages of checkpoints].
 
 
 class AsyncSave:
@@ -59,30 +64,38 @@ class AsyncSave:
         self.target = target
         self.data = data
         self.error: BaseException | None = None
-        self._shards = shards
+        self._references = PageReferences(shards, data, target) if can_refer(data.manager.disk_tier, target) else None
+        referenced = set() if self._references is None else self._references.at.keys()
+        self._shards = written = [shard for number, shard in enumerate(shards) if number not in referenced]
         self._page_bytes = page_bytes
         self._file: SafetensorsFile | None = None
         self._ready, self._all_copied = threading.Event(), threading.Event()
         self._copy_error: BaseException | None = None
         """Failure of the training thread while it copied bytes."""
         self._slices = self._all_slices()
-        self._remaining = Counter(shard.managed.location.chunk for shard in shards if shard.managed is not None)
+        self._remaining = Counter(shard.managed.location.chunk for shard in written if shard.managed is not None)
         """Number of shards per chunk that are not copied yet."""
         self._next = next(self._slices, None)
         firsts = {
             number: next(read_slice(shard, data, slice(0, 1)))
-            for number, shard in enumerate(shards)
+            for number, shard in enumerate(written)
             if shard.box.numel and self._owner(shard) is not None
         }
         on_host = {number: first.data_ptr() for number, first in firsts.items() if first.device.type == "cpu"}
         accelerator = data.manager.hardware.accelerator
-        writer = CheckpointWriter(target, self._fill, on_host, page_bytes=page_bytes, accelerator=accelerator)
+        writer = CheckpointWriter(
+            target, self._fill, on_host, self._references, page_bytes=page_bytes, accelerator=accelerator
+        )
         planner = ShardSavePlanner(shards, data)
 
         def run() -> None:
+            saved = False
             try:
                 data.manager.hardware.enter_worker()
                 save(writer, planner, group)
+                saved = True
+                if self._references is not None:
+                    self._references.end(saved=True)
                 if done is not None:
                     done()
             except (PatrickStarError, dist.DistError) as error:
@@ -92,6 +105,8 @@ class AsyncSave:
                 peer_error = isinstance(error, RuntimeError) and group is not None
                 self.error = error if peer_error else _incomplete_error(target, error)
             finally:
+                if self._references is not None and not saved:
+                    self._references.end(saved=False)
                 self._ready.set()
 
         self._thread = WorkerThread(run, "patrickstar-checkpoint")
@@ -100,6 +115,9 @@ class AsyncSave:
             index: Deferred(f"a checkpoint's reads of chunks {index}", partial(self._end_reads, index))
             for index in self._remaining
         }
+        if self._references is not None:
+            indices = {chunk.index for chunk in self._references.chunks}
+            data.reads |= {index: Deferred(f"a checkpoint with chunks {index}", self._end_writing) for index in indices}
 
     def _fill(self, file: SafetensorsFile) -> None:
         """Wait until the training thread has written all bytes to the file. Called on the save thread."""
@@ -129,6 +147,12 @@ class AsyncSave:
             self._copy_while(lambda _: self._remaining[index] > 0)
         for managed in self.data.by_chunk[index][:1]:
             self._release(self.data.manager[list_kind(managed, kind), index] for kind in saved_kinds(managed))
+
+    def _end_writing(self) -> None:
+        """Wait until the checkpoint is complete, or has failed."""
+        with uninterruptible():
+            self.copy_all()
+            self._thread.ended.wait()
 
     def copy_all(self) -> None:
         """Copy everything that the checkpoint still needs from chunks."""

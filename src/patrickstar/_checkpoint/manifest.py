@@ -25,13 +25,17 @@ from patrickstar.errors import CheckpointError
 
 NAME = "checkpoint.jsonl"
 VERSION = 1
+VERSION_WITH_PAGES = 2
+"""Version of a checkpoint that refers to pages of a linked file."""
+ZEROS = -1
+"""Place of a page of zeros."""
 LARGEST_BYTES = 256 * 1024**2
 """Limit for a manifest and for plain data. A manifest of a trillion parameters has 60 MB with pages of 4 MiB."""
 LARGEST_PAGE_BYTES = 64 * 1024**2
 """Limit for the page buffer that a reader allocates before it can verify anything."""
 
 ITEMSIZES = {str(dtype).removeprefix("torch."): dtype.itemsize for dtype in DTYPES}
-FILE_NAME = re.compile(r"rank-\d{5}\.safetensors")
+FILE_NAME = re.compile(r"rank-\d{5}\.(safetensors|chunks)")
 _CHECKSUM = re.compile(r"[0-9a-f]{16}")
 
 
@@ -41,12 +45,36 @@ class ValidatedModel(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
+class ManifestPages(ValidatedModel):
+    """Pages of a linked file, in the order in which they are the file of which parts are boxes.
+
+    places: Byte offset of each page in the linked file, `ZEROS` for a page of zeros.
+    sizes: Bytes of each page.
+    stored: Bytes of each page in the linked file: fewer than `sizes` if it is packed.
+    """
+
+    places: list[int]
+    sizes: list[int]
+    stored: list[int]
+
+    @model_validator(mode="after")
+    def _check_pages(self) -> "ManifestPages":
+        if not len(self.places) == len(self.sizes) == len(self.stored):
+            raise ValueError("pages lack a place, a size or stored bytes")
+        for place, size, stored in zip(self.places, self.sizes, self.stored, strict=True):
+            written = place >= 0 and place % BLOCK_BYTES == 0 and 0 < stored <= size
+            if not 0 < size <= LARGEST_PAGE_BYTES or not (written or (place, stored) == (ZEROS, 0)):
+                raise ValueError(f"{stored} bytes at {place} are no page of {size} bytes")
+        return self
+
+
 class ManifestFile(ValidatedModel):
-    """File of one process: name, length in bytes, and checksum of each page."""
+    """File of one process: name, length in bytes, and checksum of each page; `pages` if it is linked."""
 
     name: str
     nbytes: int = Field(ge=0)
     sums: list[str]
+    pages: ManifestPages | None = None
 
     @model_validator(mode="after")
     def _check_names(self) -> "ManifestFile":
@@ -54,6 +82,8 @@ class ManifestFile(ValidatedModel):
             raise ValueError(f"{self.name!r} is not a valid file name")
         if not all(_CHECKSUM.fullmatch(checksum) for checksum in self.sums):
             raise ValueError(f"a checksum of {self.name} is not valid")
+        if self.pages is not None and self.nbytes != sum(self.pages.sizes):
+            raise ValueError(f"the pages of {self.name} are not its {self.nbytes} bytes")
         return self
 
 
@@ -123,7 +153,8 @@ class Manifest(ValidatedModel):
     @model_validator(mode="after")
     def _check_files(self) -> "Manifest":
         for file in self.files:
-            if len(file.sums) != -(-file.nbytes // self.page_bytes):
+            count = -(-file.nbytes // self.page_bytes) if file.pages is None else len(file.pages.sizes)
+            if len(file.sums) != count:
                 raise ValueError(f"{file.name} of {file.nbytes} bytes has {len(file.sums)} checksums")
         extents: list[tuple[int, int, int, str]] = []
         for name, tensor in self.tensors.items():
@@ -153,8 +184,9 @@ class ManifestHeader(ValidatedModel):
 
 def write_manifest(folder: Path, manifest: Manifest, sequence: int) -> None:
     """Write the manifest to the folder and sync it to disk. Raises OSError."""
-    text = manifest.model_dump_json().encode()
-    header = ManifestHeader(version=VERSION, sequence=sequence, nbytes=len(text), xxh3=xxh3_64_hexdigest(text))
+    text = manifest.model_dump_json(exclude_none=True).encode()
+    version = VERSION if all(file.pages is None for file in manifest.files) else VERSION_WITH_PAGES
+    header = ManifestHeader(version=version, sequence=sequence, nbytes=len(text), xxh3=xxh3_64_hexdigest(text))
     with (folder / NAME).open("xb") as file:
         file.write(header.model_dump_json().encode() + b"\n" + text)
         file.flush()
@@ -186,7 +218,7 @@ def read_manifest(folder: Path) -> Manifest:
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not a valid manifest: {first_error(error)}") from error
     for file in manifest.files:
-        _check_file(folder / file.name, file.nbytes)
+        _check_file(folder / file.name, file)
     return manifest
 
 
@@ -209,22 +241,27 @@ def _parse_header(path: Path, line: bytes) -> ManifestHeader:
         fields = json.loads(line)
         if not isinstance(fields, dict) or fields.get("format") != "patrickstar checkpoint":
             raise CheckpointError(f"{path} does not begin with the header of a PatrickStar checkpoint")
-        if fields.get("version") != VERSION:
+        if fields.get("version") not in (VERSION, VERSION_WITH_PAGES):
             raise CheckpointError(
-                f"{path} has version {fields.get('version')!r} of the format, and this PatrickStar reads version "
-                f"{VERSION}; use the version of PatrickStar that wrote it, or a newer one"
+                f"{path} has version {fields.get('version')!r} of the format, and this PatrickStar reads versions "
+                f"{VERSION} and {VERSION_WITH_PAGES}; use the version of PatrickStar that wrote it, or a newer one"
             )
         return ManifestHeader.model_validate(fields)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not a valid manifest: {first_error(error)}") from error
 
 
-def _check_file(path: Path, nbytes: int) -> None:
+def _check_file(path: Path, file: ManifestFile) -> None:
     try:
         status = path.lstat()
     except OSError as error:
         raise CheckpointError(f"file {path} of the checkpoint is missing: {error.strerror}") from error
-    if not S_ISREG(status.st_mode) or status.st_size != nbytes:
+    if file.pages is None:
+        nbytes, fits = file.nbytes, status.st_size == file.nbytes
+    else:
+        nbytes = max(place + stored for place, stored in zip(file.pages.places, file.pages.stored, strict=True))
+        fits = status.st_size >= nbytes
+    if not S_ISREG(status.st_mode) or not fits:
         raise CheckpointError(
             f"{path} is damaged: it has {status.st_size} bytes, but {nbytes} were written; use an older checkpoint"
         )

@@ -2,8 +2,10 @@
 
 import io
 import os
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -22,9 +24,10 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 from xxhash import xxh3_64_hexdigest
 
-from patrickstar._checkpoint.manifest import Manifest, read_manifest
+from patrickstar._checkpoint.manifest import ZEROS, Manifest, ManifestFile, read_manifest
 from patrickstar._hardware.direct_io import transfer_all
 from patrickstar._hardware.sigint_gate import interruption_point
+from patrickstar._kernels.cpp_backend import CppBackend, Unavailable
 from patrickstar.errors import CheckpointError
 
 
@@ -36,6 +39,38 @@ class _Source:
     offset: int
     dtype: torch.dtype
     sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Page:
+    """Page of a file: its first byte there, its bytes, and where it is stored in how many bytes."""
+
+    start: int
+    nbytes: int
+    place: int
+    stored: int
+
+
+class _Pages:
+    """Pages of a file, or of a linked file whose pages form one."""
+
+    def __init__(self, file: ManifestFile, page_bytes: int) -> None:
+        if file.pages is None:
+            starts = list(range(0, file.nbytes, page_bytes))
+            sizes = [min(page_bytes, file.nbytes - start) for start in starts]
+            places, stored = starts, sizes
+        else:
+            sizes, places, stored = file.pages.sizes, file.pages.places, file.pages.stored
+            starts = list(accumulate(sizes, initial=0))[:-1]
+        self._starts = starts
+        self._pages = [_Page(*page) for page in zip(starts, sizes, places, stored, strict=True)]
+
+    def __getitem__(self, number: int) -> _Page:
+        return self._pages[number]
+
+    def number(self, offset: int) -> int:
+        """Return the number of the page that has the byte at an offset."""
+        return bisect_right(self._starts, offset) - 1
 
 
 class CheckpointReader(StorageReader):
@@ -50,6 +85,7 @@ class CheckpointReader(StorageReader):
         self.manifest: Manifest = read_manifest(self.folder)
         self.read_bytes = 0
         """Bytes read from disk so far."""
+        self._pages = [_Pages(file, self.manifest.page_bytes) for file in self.manifest.files]
         self._verified_page: tuple[int, int] | None = None
         self._page = bytearray()
         self._sources = {
@@ -133,7 +169,7 @@ class CheckpointReader(StorageReader):
 
     def _pages_of(self, item: ReadItem) -> list[tuple[int, int]]:
         """Return the (file, page) pairs from the first to the last byte of an item."""
-        source, page_bytes = self._sources[item.storage_index], self.manifest.page_bytes
+        source = self._sources[item.storage_index]
         first, end = 0, prod(source.sizes)
         if item.type is not LoadItemType.BYTE_IO:
             first, strides = _within(item, source)
@@ -141,7 +177,10 @@ class CheckpointReader(StorageReader):
             last = first + sum((n - 1) * stride for n, stride in zip(lengths, strides, strict=True))
             end = last + 1 if prod(lengths) else first
         begin, stop = (source.offset + element * source.dtype.itemsize for element in (first, end))
-        return [(source.file, page) for page in range(begin // page_bytes, -(-stop // page_bytes))]
+        if begin == stop:
+            return []
+        pages = self._pages[source.file]
+        return [(source.file, page) for page in range(pages.number(begin), pages.number(stop - 1) + 1)]
 
     def _fill(self, target: torch.Tensor, source: _Source, first: int, strides: tuple[int, ...]) -> None:
         """Fill a tensor from a box, beginning at element `first`, with the given strides in the box."""
@@ -167,9 +206,10 @@ class CheckpointReader(StorageReader):
 
     def _copy(self, target: torch.Tensor, source: _Source, first: int) -> None:
         """Fill a uint8 tensor with bytes of a box, beginning at element `first`."""
-        offset, done, page_bytes = source.offset + first * source.dtype.itemsize, 0, self.manifest.page_bytes
+        offset, done, pages = source.offset + first * source.dtype.itemsize, 0, self._pages[source.file]
         while done < target.numel():
-            number, begin = divmod(offset + done, page_bytes)
+            number = pages.number(offset + done)
+            begin = offset + done - pages[number].start
             page = torch.frombuffer(self._read_page(source.file, number), dtype=torch.uint8)
             part = page[begin : begin + target.numel() - done]
             target[done : done + part.numel()] = part
@@ -179,31 +219,51 @@ class CheckpointReader(StorageReader):
         """Read a page of a file and verify its checksum; the last page is cached."""
         if self._verified_page == (number, page):
             return self._page
-        file, page_bytes = self.manifest.files[number], self.manifest.page_bytes
+        file, found = self.manifest.files[number], self._pages[number][page]
         path = self.folder / file.name
-        length = min(page_bytes, file.nbytes - page * page_bytes)
-        if len(self._page) != length:
-            self._page = bytearray(length)
         self._verified_page = None
-        memory = memoryview(self._page)
+        if found.place == ZEROS:
+            self._page = bytearray(found.nbytes)
+        else:
+            if len(self._page) != found.stored:
+                self._page = bytearray(found.stored)
+            self._read_stored(path, found, memoryview(self._page))
+            if xxh3_64_hexdigest(self._page) != file.sums[page]:
+                raise CheckpointError(
+                    f"{path} is damaged: the checksum of {found.stored} bytes at offset {found.place} does not match; "
+                    f"nothing was loaded, use an older checkpoint"
+                )
+            if found.stored < found.nbytes:
+                self._page = _unpacked(path, found, self._page)
+        self._verified_page = number, page
+        return self._page
+
+    def _read_stored(self, path: Path, page: _Page, memory: memoryview) -> None:
+        """Read the stored bytes of a page. Raises CheckpointError if the file can't be read."""
         try:
             with path.open("rb", buffering=0) as stream:
-                done = transfer_all(os.preadv, stream.fileno(), memory, page * page_bytes)
-                if done < length:
-                    raise OSError(0, f"the file ends after {page * page_bytes + done} bytes")
-                os.posix_fadvise(stream.fileno(), page * page_bytes, length, os.POSIX_FADV_DONTNEED)
+                done = transfer_all(os.preadv, stream.fileno(), memory, page.place)
+                if done < page.stored:
+                    raise OSError(0, f"the file ends after {page.place + done} bytes")
+                os.posix_fadvise(stream.fileno(), page.place, page.stored, os.POSIX_FADV_DONTNEED)
         except OSError as error:
             raise CheckpointError(
                 f"{path} can't be read: {error.strerror or error}; use an older checkpoint"
             ) from error
-        self.read_bytes += length
-        if xxh3_64_hexdigest(memory) != file.sums[page]:
-            raise CheckpointError(
-                f"{path} is damaged: the checksum of {length} bytes at offset {page * page_bytes} does not match; "
-                f"nothing was loaded, use an older checkpoint"
-            )
-        self._verified_page = number, page
-        return self._page
+        self.read_bytes += page.stored
+
+
+def _unpacked(path: Path, page: _Page, stored: bytearray) -> bytearray:
+    """Return a page that is stored packed. Raises CheckpointError without the kernel, or if it is damaged."""
+    try:
+        codec = CppBackend.load().codec
+    except Unavailable as error:
+        raise CheckpointError(f"{path} has packed pages, which only the C++ kernel can read. {error}") from error
+    unpacked = bytearray(page.nbytes)
+    source, target = (torch.frombuffer(each, dtype=torch.uint8) for each in (stored, unpacked))
+    if not codec.unpack(source.data_ptr(), page.stored, target.data_ptr(), page.nbytes):
+        raise CheckpointError(f"{path} is damaged: the page at offset {page.place} can't be unpacked")
+    return unpacked
 
 
 def narrowed(whole: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:

@@ -13,26 +13,28 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from patrickstar._checkpoint.atomic_dir import AtomicDir, list_checkpoints
-from patrickstar._checkpoint.manifest import Manifest, ManifestFile, ManifestTensor, StoredBox
+from patrickstar._checkpoint.manifest import Manifest, ManifestFile, ManifestPages, ManifestTensor, StoredBox
+from patrickstar._checkpoint.page_references import LinkedPages, PageReferences
 from patrickstar._checkpoint.safetensors_file import SafetensorsFile, TensorEntry
 from patrickstar._hardware.accelerator import TorchDevice
 
 
 @dataclass(frozen=True)
 class WrittenItem:
-    """Rank whose file holds an item, and the byte offset in it."""
+    """File that holds an item, and the byte offset in it."""
 
-    rank: int
+    file: str
     offset: int
 
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """File of one process: size in bytes and page checksums."""
+    """File of one process: name, size in bytes and page checksums; `pages` of one that is linked."""
 
-    rank: int
+    name: str
     nbytes: int
     sums: tuple[str, ...]
+    pages: LinkedPages | None = None
 
 
 def entry_of(item: WriteItem) -> TensorEntry:
@@ -55,7 +57,8 @@ class CheckpointWriter(StorageWriter):
 
     Args:
         fill: Writes all items to the file of this process, in their order.
-        addresses: Memory addresses, by item number, of items that are written without a copy.
+        addresses: Memory addresses, by their number in the file, of items that are written without a copy.
+        references: Items that are not written, but referred to where they are on the disk.
         accelerator: See `DirectWriter`.
     """
 
@@ -64,12 +67,13 @@ class CheckpointWriter(StorageWriter):
         target: Path,
         fill: Callable[[SafetensorsFile], None],
         addresses: Mapping[int, int],
+        references: PageReferences | None = None,
         *,
         page_bytes: int,
         accelerator: TorchDevice | None = None,
     ) -> None:
         self.target = target
-        self._fill, self._addresses = fill, addresses
+        self._fill, self._addresses, self._references = fill, addresses, references
         self.page_bytes = page_bytes
         self.accelerator = accelerator
         self._partial: AtomicDir | None = None
@@ -92,9 +96,11 @@ class CheckpointWriter(StorageWriter):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this process's file and sync it to disk."""
+        """Write this process's file and sync it to disk, and link to the pages that it refers to."""
         folder, rank = plan.storage_data
-        entries = [entry_of(item) for item in plan.items]
+        at = {} if self._references is None else self._references.at
+        items = [item for number, item in enumerate(plan.items) if number not in at]
+        entries = [entry_of(item) for item in items]
         path = Path(folder) / file_name(rank)
         file = SafetensorsFile(
             path, entries, addresses=self._addresses, page_bytes=self.page_bytes, accelerator=self.accelerator
@@ -106,11 +112,18 @@ class CheckpointWriter(StorageWriter):
             file.abandon()
             raise
         results = [
-            WriteResult(item.index, entry.nbytes, WrittenItem(rank, offset))
-            for item, entry, offset in zip(plan.items, entries, file.starts, strict=True)
+            WriteResult(item.index, entry.nbytes, WrittenItem(path.name, offset))
+            for item, entry, offset in zip(items, entries, file.starts, strict=True)
         ]
-        written = WrittenFile(rank, file.nbytes, tuple(file.sums))
-        results.append(WriteResult(MetadataIndex(path.name), written.nbytes, written))
+        files = [WrittenFile(path.name, file.nbytes, tuple(file.sums))]
+        if self._references is not None and at:
+            name = linked_name(rank)
+            pages = self._references.link(Path(folder) / name)
+            files.append(WrittenFile(name, sum(pages.sizes), tuple(pages.sums), pages))
+            for number, offset in at.items():
+                item = plan.items[number]
+                results.append(WriteResult(item.index, entry_of(item).nbytes, WrittenItem(name, offset)))
+        results += [WriteResult(MetadataIndex(each.name), each.nbytes, each) for each in files]
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -139,8 +152,13 @@ def file_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
+def linked_name(rank: int) -> str:
+    return f"rank-{rank:05d}.chunks"
+
+
 def _manifest(metadata: Metadata, results: Sequence[WriteResult], page_bytes: int) -> Manifest:
     files = [result.storage_data for result in results if isinstance(result.storage_data, WrittenFile)]
+    numbers = {file.name: number for number, file in enumerate(files)}
     items = {result.index: result.storage_data for result in results if isinstance(result.storage_data, WrittenItem)}
     sizes = {result.index: result.size_in_bytes for result in results}
     tensors = {}
@@ -149,18 +167,26 @@ def _manifest(metadata: Metadata, results: Sequence[WriteResult], page_bytes: in
             parts = []
             for chunk in stored.chunks:
                 item = items[MetadataIndex(name, chunk.offsets)]
-                box = StoredBox(offsets=list(chunk.offsets), sizes=list(chunk.sizes), file=item.rank, at=item.offset)
-                parts.append(box)
+                offsets, file = list(chunk.offsets), numbers[item.file]
+                parts.append(StoredBox(offsets=offsets, sizes=list(chunk.sizes), file=file, at=item.offset))
             dtype = str(stored.properties.dtype).removeprefix("torch.")
             tensors[name] = ManifestTensor(dtype=dtype, shape=list(stored.size), parts=parts)
         else:
             index = MetadataIndex(name)
-            part = StoredBox(offsets=[0], sizes=[sizes[index]], file=items[index].rank, at=items[index].offset)
+            number, at = numbers[items[index].file], items[index].offset
+            part = StoredBox(offsets=[0], sizes=[sizes[index]], file=number, at=at)
             tensors[name] = ManifestTensor(dtype="uint8", shape=[sizes[index]], parts=[part], plain=True)
     return Manifest(
-        processes=len(files),
+        processes=sum(file.pages is None for file in files),
         written_by=f"PatrickStar {version('patrickstar')}, PyTorch {torch.__version__}",
         page_bytes=page_bytes,
-        files=[ManifestFile(name=file_name(file.rank), nbytes=file.nbytes, sums=list(file.sums)) for file in files],
+        files=[_manifest_file(file) for file in files],
         tensors=tensors,
     )
+
+
+def _manifest_file(file: WrittenFile) -> ManifestFile:
+    pages = None
+    if (linked := file.pages) is not None:
+        pages = ManifestPages(places=linked.places, sizes=linked.sizes, stored=linked.stored)
+    return ManifestFile(name=file.name, nbytes=file.nbytes, sums=list(file.sums), pages=pages)

@@ -261,7 +261,9 @@ class SimulatedHardware(Hardware):
     def free_disk_bytes(self, directory: Path) -> int:
         return self.machine.disk.capacity if self.machine.disk is not None else 0
 
-    def swap_file(self, directory: Path, nbytes: int, checksums: bool, capacity_bytes: int | None) -> SwapFile:
+    def swap_file(
+        self, directory: Path, nbytes: int, checksums: bool, capacity_bytes: int | None, durable: bool = False
+    ) -> SwapFile:
         return SimulatedSwapFile(directory, nbytes, self.free_disk_bytes(directory), capacity_bytes)
 
     def disk(self, file: SwapFile, page_bytes: int, codec: PageCodec | None = None) -> DiskTier:

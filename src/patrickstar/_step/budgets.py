@@ -164,15 +164,18 @@ def plan_tiers(
     uncut_bytes = None if by_pages else whole_bytes
     staging_size = StagingSize.choose(lists, largest, page_bytes, uncut_bytes, room, hardware.has_gpu)
     staging = buffers + io_bytes + staging_size.nbytes
-    budget = Budgets(device, host + buffers - staging, capacity if capacity is not None else free)
+    versions = 1 + config.disk.durable  # of each page: that of the last checkpoint, and the newest
+    disk_room = (capacity if capacity is not None else free) // versions
+    budget = Budgets(device, host + buffers - staging, disk_room)
     if optimizer.updates_together:
         check_together(layout, budget, gradients, staging, optimizer.name)
     check(budget, staging + gradients, libraries, update_bytes, with_disk=True)
     placement = initial_placement(layout.chunks, budget, working_set)
     assert placement is not None, "budgets were checked"
-    nbytes = disk_bytes(layout.chunks, placement)
+    nbytes = disk_bytes(layout.chunks, placement) * versions
     codec = _codec() if config.disk.packed else None
-    disk = hardware.disk(hardware.swap_file(directory, nbytes, config.disk.checksums, capacity), page_bytes, codec)
+    file = hardware.swap_file(directory, nbytes, config.disk.checksums, capacity, config.disk.durable)
+    disk = hardware.disk(file, page_bytes, codec)
     return TierPlan(placement, disk, staging_size, buffers, staging)
 
 

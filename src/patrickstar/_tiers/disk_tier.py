@@ -79,7 +79,7 @@ class DiskTier:
 
     def reserve(self, chunk: Chunk) -> None:
         if chunk.disk.offset is None:
-            chunk.disk.offset = self.file.reserve(chunk.nbytes, repr(chunk))
+            chunk.disk.offset = self.file.reserve(chunk.nbytes, repr(chunk), page_bytes=self.page_bytes_of(chunk))
 
     def release(self, chunk: Chunk) -> None:
         if chunk.disk.offset is not None:
@@ -90,15 +90,17 @@ class DiskTier:
             chunk.disk.spare_offset = None
 
     def _free(self, chunk: Chunk, offset: int) -> None:
+        page_bytes = self.page_bytes_of(chunk)
         with self._lock:
-            for first, _ in pages(chunk.nbytes, self.page_bytes_of(chunk)):
+            for first, _ in pages(chunk.nbytes, page_bytes):
                 self._written.pop(offset + first, None)
-        self.file.free(offset, chunk.nbytes)
+        self.file.free(offset, chunk.nbytes, page_bytes)
 
     def reserve_spare(self, chunk: Chunk) -> None:
         """Reserve spare pages for a chunk. Raises DiskError or BudgetError if the disk is full."""
         if chunk.disk.spare_offset is None:
-            chunk.disk.spare_offset = self.file.reserve(chunk.nbytes, f"spare pages of {chunk}", planned=False)
+            label, page_bytes = f"spare pages of {chunk}", self.page_bytes_of(chunk)
+            chunk.disk.spare_offset = self.file.reserve(chunk.nbytes, label, page_bytes=page_bytes, planned=False)
 
     def swap_spare(self, chunk: Chunk) -> None:
         """Make the spare pages of a chunk its pages, and these its spare pages."""
@@ -135,8 +137,20 @@ class DiskTier:
         offset = chunk.disk.spare_offset if spare else chunk.disk.offset
         assert offset is not None
         for first, length in pages(source.numel(), self.page_bytes_of(chunk)):
-            self._written[offset + start + first] = self.planned_bytes(chunk, length)
+            page = offset + start + first
+            self.file.announce_write(page, length, repr(chunk))
+            self._written[page] = self.planned_bytes(chunk, length)
         return self._submit(self.writers, self._write_page, chunk, start, source, False, spare)
+
+    def pages_of(self, chunk: Chunk) -> list[tuple[int, int]]:
+        """Return the offset in the swap file and the unpacked bytes of each page of a chunk."""
+        assert chunk.disk.offset is not None
+        offset = chunk.disk.offset
+        return [(offset + first, nbytes) for first, nbytes in pages(chunk.nbytes, self.page_bytes_of(chunk))]
+
+    def is_written(self, offset: int) -> bool:
+        """Return whether the page at an offset was written; all others read as zeros."""
+        return offset in self._written
 
     def close(self) -> None:
         self.readers.close()
@@ -192,6 +206,14 @@ class DiskTier:
             self._copy(page, unpacked, ready)
 
     def _write_page(
+        self, stage: torch.Tensor, chunk: Chunk, offset: int, page: torch.Tensor, ready: torch.Event | None
+    ) -> None:
+        try:
+            self._write_announced(stage, chunk, offset, page, ready)
+        finally:
+            self.file.end_write(offset)
+
+    def _write_announced(
         self, stage: torch.Tensor, chunk: Chunk, offset: int, page: torch.Tensor, ready: torch.Event | None
     ) -> None:
         codec, nbytes, on_host = self._codec_of(chunk), page.numel(), page

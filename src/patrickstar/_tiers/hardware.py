@@ -140,8 +140,10 @@ class Hardware:
                 f"the disk tier's directory {directory} can't be used: {error.strerror}; create it, or use another"
             ) from error
 
-    def swap_file(self, directory: Path, nbytes: int, checksums: bool, capacity_bytes: int | None) -> SwapFile:
-        return SwapFile(directory, nbytes, checksums=checksums, capacity_bytes=capacity_bytes)
+    def swap_file(
+        self, directory: Path, nbytes: int, checksums: bool, capacity_bytes: int | None, durable: bool = False
+    ) -> SwapFile:
+        return SwapFile(directory, nbytes, checksums=checksums, capacity_bytes=capacity_bytes, durable=durable)
 
     def disk(self, file: SwapFile, page_bytes: int, codec: PageCodec | None = None) -> DiskTier:
         return DiskTier(file, page_bytes, self.accelerator, codec)

@@ -1,12 +1,13 @@
 """Swap file of the disk tier: chunks are read and written page by page with direct I/O."""
 
 import errno
+import fcntl
 import os
 import tempfile
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -16,7 +17,10 @@ from xxhash import xxh3_64_intdigest
 from patrickstar._hardware.direct_io import BLOCK_BYTES, FULL, PAGE_BYTES, free_bytes, reserve, transfer_all, try_direct
 from patrickstar._hardware.vm_pool import round_up
 from patrickstar._layout.byte_size import format_size
+from patrickstar._tiers.page_places import HeldPage, HeldPages, PagePlaces
 from patrickstar.errors import BudgetError, DiskError
+
+PREFIX, SUFFIX = ".patrickstar-", ".chunks"
 
 
 class SwapFile:
@@ -24,13 +28,23 @@ class SwapFile:
 
     It never exceeds `capacity_bytes`. With `checksums`, the hash of every page is kept in memory and compared at reads.
     Raises DiskError if the file can't be created or the disk is full, BudgetError if `nbytes` exceeds the capacity.
+
+    With `durable`, checkpoints may link to the file and refer to its pages: see [Note: pages of checkpoints]. It then
+    has a hidden name, which the next such file in the directory removes if the process was killed.
     """
 
     def __init__(
-        self, directory: str | Path, nbytes: int, *, checksums: bool = True, capacity_bytes: int | None = None
+        self,
+        directory: str | Path,
+        nbytes: int,
+        *,
+        checksums: bool = True,
+        capacity_bytes: int | None = None,
+        durable: bool = False,
     ) -> None:
         self.directory = Path(directory)
         self.checksums = checksums
+        self.durable = durable
         self.capacity_bytes = capacity_bytes
         self.nbytes = 0
         self.used_bytes = 0
@@ -38,16 +52,18 @@ class SwapFile:
         self._unplanned_bytes = 0
         self.read_bytes = 0
         self.written_bytes = 0
-        self._sums: dict[int, tuple[int, int]] = {}  # page offset: length and hash
+        self._sums: dict[int, tuple[int, int]] = {}  # place of a page: length and hash
+        self._places = PagePlaces()
+        self._unwritten: set[int] = set()  # places of pages whose write has been announced and has not ended
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
-        self._free_extents: dict[int, list[int]] = {}  # offsets of freed extents, by size
+        self._free_extents: dict[tuple[int, int], list[int]] = {}  # offsets of freed extents, by size and page size
         self._active_calls = 0
         self._closed = False
         self._check_capacity(round_up(nbytes, BLOCK_BYTES), "the file")
         self._fd, self.path = self._make()
-        self._close_fd = weakref.finalize(self, os.close, self._fd)
-        self._close_fd.atexit = False
+        self._close_fd = weakref.finalize(self, _close, self._fd, self.path if durable else None)
+        self._close_fd.atexit = durable
         try:
             self.direct = self._try_direct()
             self._grow(round_up(nbytes, BLOCK_BYTES), "the file")
@@ -62,7 +78,7 @@ class SwapFile:
 
     # Extents
 
-    def reserve(self, nbytes: int, label: str, *, planned: bool = True) -> int:
+    def reserve(self, nbytes: int, label: str, *, page_bytes: int = PAGE_BYTES, planned: bool = True) -> int:
         """Reserve an extent on the disk and return its offset; errors name the `label`.
 
         Extents that are not `planned` take nothing of the bytes that were reserved at the start.
@@ -70,20 +86,24 @@ class SwapFile:
         with self._lock:
             if self._closed:
                 raise self._closed_error(label)
-            if freed := self._free_extents.get(round_up(nbytes, BLOCK_BYTES)):
+            if freed := self._free_extents.get((round_up(nbytes, BLOCK_BYTES), page_bytes)):
                 return freed.pop()
-            offset, end = self.used_bytes, self.used_bytes + round_up(nbytes, BLOCK_BYTES)
-            unplanned = self._unplanned_bytes + (0 if planned else round_up(nbytes, BLOCK_BYTES))
-            needed = max(end, self._planned_bytes + unplanned)
-            self._check_capacity(needed, label)
-            self._grow(needed, label)
-            self.used_bytes, self._unplanned_bytes = end, unplanned
+            return self._append(nbytes, label, planned)
+
+    def _append(self, nbytes: int, label: str, planned: bool) -> int:
+        """Append an extent and return its offset."""
+        offset, end = self.used_bytes, self.used_bytes + round_up(nbytes, BLOCK_BYTES)
+        unplanned = self._unplanned_bytes + (0 if planned else round_up(nbytes, BLOCK_BYTES))
+        needed = max(end, self._planned_bytes + unplanned)
+        self._check_capacity(needed, label)
+        self._grow(needed, label)
+        self.used_bytes, self._unplanned_bytes = end, unplanned
         return offset
 
-    def free(self, offset: int, nbytes: int) -> None:
-        """Free an extent for reuse by another of its size."""
+    def free(self, offset: int, nbytes: int, page_bytes: int = PAGE_BYTES) -> None:
+        """Free an extent for reuse by another of its size with pages of the same size: places follow the pages."""
         with self._lock:
-            self._free_extents.setdefault(round_up(nbytes, BLOCK_BYTES), []).append(offset)
+            self._free_extents.setdefault((round_up(nbytes, BLOCK_BYTES), page_bytes), []).append(offset)
 
     def _check_capacity(self, nbytes: int, label: str) -> None:
         if self.capacity_bytes is not None and nbytes > self.capacity_bytes:
@@ -106,7 +126,69 @@ class SwapFile:
             raise self._no_space_error(error, self._fd, more, label) from error
         self.nbytes = nbytes
 
+    # Pages of checkpoints
+
+    def hold(self, pages: Iterable[tuple[int, int]], folder: Path) -> HeldPages:
+        """Keep the content of pages, given by offset and bytes, for a checkpoint that will be in a folder."""
+        assert self.durable, f"{self} was not made for checkpoints"
+        with self._lock:
+            self._places.release_deleted(self._links())
+            return self._places.hold(pages, folder)
+
+    def release(self, held: HeldPages) -> None:
+        """Let the pages of a checkpoint be written again."""
+        with self._lock:
+            self._places.release(held)
+
+    def persist(self, held: HeldPages, link: Path) -> list[tuple[int, int]]:
+        """Wait until the pages of a checkpoint are on the disk, and link the file to a path.
+
+        Returns:
+            Stored bytes and hash of each page.
+
+        Raises:
+            DiskError: A page could not be written, or the file can't be synced or linked.
+        """
+        with self._idle:
+            self._idle.wait_for(lambda: all(page.place not in self._unwritten for page in held.pages))
+            found = [self._stored(page) for page in held.pages]
+        try:
+            os.fdatasync(self._fd)
+            os.link(self.path, link)
+        except OSError as error:
+            raise DiskError(f"{self.path} can't be linked to {link}: {error.strerror} (errno {error.errno})") from error
+        return found
+
+    def _stored(self, page: HeldPage) -> tuple[int, int]:
+        stored = self._sums.get(page.place)
+        if stored is None:
+            raise DiskError(f"the page at offset {page.offset} of {self.path} was not written: an earlier write failed")
+        return stored
+
+    def _links(self) -> int:
+        return os.fstat(self._fd).st_nlink - 1
+
     # Pages
+
+    def announce_write(self, offset: int, nbytes: int, label: str) -> None:
+        """Choose the place of a page's next content, before another thread writes it; `end_write` follows.
+
+        Raises DiskError or BudgetError if checkpoints hold all places and there is no room for another.
+        """
+        with self._lock:
+            if not self._places.has_place(offset, nbytes):
+                self._places.release_deleted(self._links())
+            try:
+                place = self._places.renew(offset, nbytes, lambda nbytes: self._append(nbytes, label, planned=True))
+            except (BudgetError, DiskError) as error:
+                raise DiskError(f"{error}; or {_delete_one(self._places.folders)}") from error
+            self._unwritten.add(place)
+
+    def end_write(self, offset: int) -> None:
+        """Note that the write of a page has ended, in whatever way."""
+        with self._lock:
+            self._unwritten.discard(self._places.of(offset))
+            self._idle.notify_all()
 
     def read(self, offset: int, buffer: memoryview, nbytes: int, label: str) -> None:
         """Read the page of `nbytes` at `offset`; threads may read and write concurrently.
@@ -115,22 +197,24 @@ class SwapFile:
         DiskError if the read fails, the file is too short, or the bytes differ from those written.
         """
         with self._using("read", offset, nbytes, label):
-            self._move("read", offset, buffer, nbytes, label)
+            place = self._places.of(offset)
+            self._move("read", place, buffer, nbytes, label)
             if self.checksums:
-                self._check_sum(offset, buffer, nbytes, label)
+                self._check_sum(place, buffer, nbytes, label)
             with self._lock:
                 self.read_bytes += nbytes
 
     def write(self, offset: int, buffer: memoryview, nbytes: int, label: str) -> None:
         """Write the first `nbytes` of `buffer` at `offset`. Raises DiskError if the write fails."""
         with self._using("write", offset, nbytes, label):
-            self._sums.pop(offset, None)  # a failed write leaves neither the old page nor the new one
+            place = self._places.of(offset)
+            self._sums.pop(place, None)  # a failed write leaves neither the old page nor the new one
             hashed = xxh3_64_intdigest(buffer[:nbytes]) if self.checksums else 0
-            self._move("write", offset, buffer, nbytes, label)
+            self._move("write", place, buffer, nbytes, label)
             with self._lock:
                 self.written_bytes += nbytes
                 if self.checksums:
-                    self._sums[offset] = nbytes, hashed
+                    self._sums[place] = nbytes, hashed
 
     def close(self) -> None:
         """Close the file, which frees its disk space, after all reads and writes have ended."""
@@ -186,7 +270,7 @@ class SwapFile:
 
     def _make(self) -> tuple[int, Path]:
         try:
-            fd, path = tempfile.mkstemp(prefix="patrickstar-", suffix=".chunks", dir=self.directory)
+            fd, path = self._locked_file() if self.durable else _unnamed_file(self.directory)
         except OSError as error:
             if error.errno in FULL:
                 raise self._no_space_error(error, self.directory, BLOCK_BYTES, "the file") from error
@@ -197,8 +281,18 @@ class SwapFile:
             else:
                 reason = f"can't be written ({error.strerror}); change its permissions"
             raise DiskError(f"the disk tier's directory {self.directory} {reason}, or use another") from error
-        os.unlink(path)
-        return fd, Path(path)
+        return fd, path
+
+    def _locked_file(self) -> tuple[int, Path]:
+        """Make a locked file with a hidden name, and remove those whose processes have ended."""
+        for path in self.directory.glob(f"{PREFIX}*{SUFFIX}"):
+            _remove_unlocked(path)
+        while True:
+            fd, name = tempfile.mkstemp(prefix=PREFIX, suffix=SUFFIX, dir=self.directory)
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            if (path := Path(name)).exists():  # another process may have removed it before it was locked
+                return fd, path
+            os.close(fd)
 
     def _try_direct(self) -> bool:
         """Write and read one block with O_DIRECT; return True if that works. See [Note: direct I/O]."""
@@ -232,6 +326,39 @@ class SwapFile:
             f"bytes ({format_size(free)}) free: {error.strerror}; free space there, use another directory, or a "
             f"smaller model"
         )
+
+
+def _unnamed_file(directory: Path) -> tuple[int, Path]:
+    fd, path = tempfile.mkstemp(prefix=PREFIX.removeprefix("."), suffix=SUFFIX, dir=directory)
+    os.unlink(path)
+    return fd, Path(path)
+
+
+def _remove_unlocked(path: Path) -> None:
+    """Remove a file that no process uses; checkpoints that link to it remain."""
+    try:
+        fd = os.open(path, os.O_RDONLY)
+    except OSError:  # removed meanwhile, or another user's
+        return
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink(missing_ok=True)
+    except BlockingIOError:  # its process runs
+        return
+    finally:
+        os.close(fd)
+
+
+def _close(fd: int, path: Path | None) -> None:
+    """Close a file, and remove its name if it has one."""
+    if path is not None:
+        path.unlink(missing_ok=True)
+    os.close(fd)
+
+
+def _delete_one(folders: Sequence[Path]) -> str:
+    names = ", ".join(str(folder) for folder in folders)
+    return f"delete one of the checkpoints that refer to pages of the file: {names}"
 
 
 @cache  # once per process
