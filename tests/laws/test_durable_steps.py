@@ -1,5 +1,9 @@
 """Checkpoints that refer to pages of the swap file: bits, bytes written, places, power cuts and full disks."""
 
+import os
+import random
+import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -7,12 +11,18 @@ import pytest
 import torch
 from hypothesis import reject
 from hypothesis import strategies as st
-from sampling import drawn
+from probes import manager_of
+from sampling import drawn, draws
 from seeded import assert_same_model, reference_of
 from toys import batches, train
 
 import patrickstar as ps
+from patrickstar._checkpoint.atomic_dir import list_checkpoints
+from patrickstar._checkpoint.storage_reader import CheckpointReader
+from patrickstar._hardware.direct_io import BLOCK_BYTES
 from patrickstar._tiers import page_codec
+from patrickstar._tiers.swap_file import SwapFile
+from patrickstar.errors import CheckpointError, DiskError
 
 from . import tiers
 from .models import precisions
@@ -76,3 +86,176 @@ def test_each_step_is_restored_exactly(tmp_path_factory, shape, chunk_size, prec
             if (folder := directory / "steps" / f"step-{step}") in folders:
                 with loaded(shape.build, plain if step % 2 else config, folder) as other:
                     assert_same_model(reference, other, f"step {step}, ")
+
+
+def contents(folder: Path) -> dict[str, torch.Tensor]:
+    """Return all tensors of a checkpoint."""
+    reader = CheckpointReader(folder)
+    return {name: reader.tensor(name) for name in reader.manifest.tensors}
+
+
+class Drive:
+    """Drive with a cache: of the writes since the last flush, a power cut leaves any, in whole or in part.
+
+    Cuts the power at random writes of the swap file, and keeps what is then on the drive.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch, steps: Path, cuts: Path, draw: random.Random, share: float) -> None:
+        self.steps, self.cuts, self.draw, self.share = steps, cuts, draw, share
+        self.lock = threading.Lock()
+        self.unflushed: list[tuple[int, bytes, bytes]] = []
+        """Offset, old and new bytes of each write."""
+        self.images: list[Path] = []
+        move, sync = SwapFile._move, SwapFile._sync
+
+        def cached_move(file, operation, offset, buffer, nbytes, label):
+            if operation == "read":
+                move(file, operation, offset, buffer, nbytes, label)
+                return
+            with self.lock:
+                length = -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
+                with file.path.open("rb") as stream:
+                    old = os.pread(stream.fileno(), length, offset)
+                move(file, operation, offset, buffer, nbytes, label)
+                self.unflushed.append((offset, old.ljust(length, b"\0"), bytes(buffer[:length])))
+                if self.draw.random() < self.share:
+                    self.cut(file)
+
+        def flush(file):
+            with self.lock:
+                sync(file)
+                self.unflushed.clear()
+
+        patch.setattr(SwapFile, "_move", cached_move)
+        patch.setattr(SwapFile, "_sync", flush)
+
+    def cut(self, file: SwapFile) -> None:
+        """Keep the newest checkpoint with what a power cut leaves of the swap file."""
+        complete = list_checkpoints(self.steps)
+        if not complete:
+            return
+        content = bytearray(file.path.read_bytes())
+        for offset, old, new in self.draw.sample(self.unflushed, len(self.unflushed)):
+            for block in range(0, len(old), BLOCK_BYTES):
+                left = self.draw.choice([old, new])[block : block + BLOCK_BYTES]
+                content[offset + block : offset + block + BLOCK_BYTES] = left
+        image = self.cuts / str(len(self.images)) / complete[-1][1].name
+        image.mkdir(parents=True)
+        for each in complete[-1][1].iterdir():
+            if each.name == LINKED:
+                (image / LINKED).write_bytes(content)
+            else:
+                shutil.copy(each, image)
+        self.images.append(image)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("seed", range(draws(40)))
+def test_a_power_cut_at_any_write_loses_no_step(tmp_path, monkeypatch, seed, packed):
+    """Some 25 cuts for each case."""
+    draw = random.Random(seed)
+    monkeypatch.setattr(page_codec, "BLOCK_BYTES", 64)
+    steps = tmp_path / "steps"
+    drive = Drive(monkeypatch, steps, tmp_path / "cuts", draw, share=0.05)
+    config = on_disk(tiers.blocks, options("bf16"), tmp_path, tiers.inputs(1)[0], tiers.Room())
+    checkpoints = ps.Checkpoints(steps, keep=draw.choice([1, 2]))
+    expected = {}
+    with small_engine(tiers.blocks, durable(config, packed=packed)) as engine:
+        for step, batch in enumerate(tiers.inputs(6), start=1):
+            train(engine, [batch])
+            assert checkpoints.save(engine, step, wait=draw.random() < 0.5)
+            engine.finish_saving()
+            expected[f"step-{step}"] = contents(checkpoints.newest())
+    assert len(drive.images) > 5, f"seed {seed}: the power was cut {len(drive.images)} times"
+    for image in drive.images:
+        found = contents(image)
+        assert found.keys() == expected[image.name].keys()
+        for name, value in found.items():
+            assert value.equal(expected[image.name][name]), f"seed {seed}: {name} in {image}"
+
+
+def test_a_step_writes_states_once_and_the_file_has_two_versions(tmp_path):
+    written = {}
+    for saves in (False, True):
+        config = on_disk(tiers.blocks, options("bf16"), tmp_path, tiers.inputs(1)[0], tiers.Room())
+        checkpoints = ps.Checkpoints(tmp_path / "steps", keep=1)
+        with small_engine(tiers.blocks, durable(config) if saves else config) as engine:
+            file = manager_of(engine).disk_tier.file
+            first_bytes = file.nbytes
+            for step, batch in enumerate(tiers.inputs(12), start=1):
+                train(engine, [batch])
+                if saves:
+                    assert checkpoints.save(engine, step)
+                    copied = (checkpoints.newest() / "rank-00000.safetensors").stat().st_size
+                    assert copied < 0.35 * engine.layout.model_data_bytes, "states on disk were written again"
+            assert file.nbytes == first_bytes
+            written[saves] = file.written_bytes, first_bytes
+    assert written[True][0] == written[False][0]
+    assert written[True][1] == 2 * written[False][1]
+
+
+def test_a_renamed_checkpoint_stays_valid_and_a_deleted_one_frees_its_pages(tmp_path):
+    config = on_disk(tiers.blocks, options("bf16"), tmp_path, tiers.inputs(1)[0], tiers.Room())
+    with small_engine(tiers.blocks, durable(config)) as engine:
+        file, data = manager_of(engine).disk_tier.file, tiers.inputs(8)
+        train(engine, data[:1])
+        engine.save(tmp_path / "first")
+        expected = contents(tmp_path / "first")
+        (tmp_path / "first").rename(tmp_path / "renamed")
+        for number, batch in enumerate(data[1:4]):
+            train(engine, [batch])
+            engine.save(tmp_path / f"more-{number}")
+        grown = file.nbytes
+        found = contents(tmp_path / "renamed")
+        assert all(found[name].equal(value) for name, value in expected.items())
+        for folder in ("renamed", "more-0", "more-1"):
+            shutil.rmtree(tmp_path / folder)
+        for number, batch in enumerate(data[4:]):
+            train(engine, [batch])
+            engine.save(tmp_path / f"last-{number}")
+            shutil.rmtree(tmp_path / (f"last-{number - 1}" if number else "more-2"))
+        assert file.nbytes == grown
+
+
+def test_a_full_disk_names_the_checkpoints_that_hold_its_pages(tmp_path):
+    config = on_disk(tiers.blocks, options("bf16"), tmp_path, tiers.inputs(1)[0], tiers.Room())
+    with small_engine(tiers.blocks, durable(config)) as engine:
+        capacity = manager_of(engine).disk_tier.file.nbytes
+    engine = small_engine(tiers.blocks, durable(config, capacity=capacity))
+    train(engine, tiers.inputs(1))
+    engine.save(tmp_path / "first")
+    train(engine, tiers.inputs(1))
+    engine.save(tmp_path / "second")
+    with pytest.raises(DiskError, match=r"raise that .*delete one of the checkpoints .*first, .*second"):
+        train(engine, tiers.inputs(1))
+    engine.close(keep=False)
+    with loaded(tiers.blocks, with_budgets(config, None, None), tmp_path / "second") as other:
+        train(other, tiers.inputs(1))
+
+
+def test_damage_is_found_and_nothing_is_loaded(tmp_path):
+    config = on_disk(tiers.blocks, options("bf16"), tmp_path, tiers.inputs(1)[0], tiers.Room())
+    with small_engine(tiers.blocks, durable(config)) as engine:
+        train(engine, tiers.inputs(1))
+        engine.save(tmp_path / "step")
+    place = CheckpointReader(tmp_path / "step").manifest.files[1].pages.places[-1]
+    with (tmp_path / "step" / LINKED).open("r+b") as file:
+        file.seek(place)
+        file.write(b"damage")
+    with pytest.raises(CheckpointError, match=rf"{LINKED} is damaged: the checksum .* at offset {place}"):
+        loaded(tiers.blocks, with_budgets(config, None, None), tmp_path / "step")
+    os.truncate(tmp_path / "step" / LINKED, place)
+    with pytest.raises(CheckpointError, match=r"is damaged: it has \d+ bytes"):
+        CheckpointReader(tmp_path / "step")
+
+
+def test_names_of_killed_processes_are_removed(tmp_path):
+    left = tmp_path / ".patrickstar-left.chunks"
+    left.write_bytes(b"of a killed process")
+    first, second = (SwapFile(tmp_path, BLOCK_BYTES, durable=True) for _ in range(2))
+    assert sorted(tmp_path.iterdir()) == sorted([first.path, second.path])
+    first.close()
+    second.close()
+    assert not any(tmp_path.iterdir())
+    with pytest.raises(ps.ConfigError, match="durable=True needs checksums=True"):
+        ps.Disk(tmp_path, durable=True, checksums=False)

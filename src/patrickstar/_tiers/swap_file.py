@@ -153,11 +153,14 @@ class SwapFile:
             self._idle.wait_for(lambda: all(page.place not in self._unwritten for page in held.pages))
             found = [self._stored(page) for page in held.pages]
         try:
-            os.fdatasync(self._fd)
+            self._sync()
             os.link(self.path, link)
         except OSError as error:
             raise DiskError(f"{self.path} can't be linked to {link}: {error.strerror} (errno {error.errno})") from error
         return found
+
+    def _sync(self) -> None:
+        os.fdatasync(self._fd)
 
     def _stored(self, page: HeldPage) -> tuple[int, int]:
         stored = self._sums.get(page.place)
