@@ -31,15 +31,22 @@ LOST_PEER = re.compile(r"PeerError|Dist\w*Error|[Cc]onnection")
 END_TIMEOUT_S = 300.0
 
 
-def run_process(folder: str, steps: int, delayed: bool = False) -> None:
+UPDATES = {"delayed": ps.Delayed(after=2)}
+"""When updates take effect, in folders whose names say so."""
+
+
+def run_process(folder: str, steps: int) -> None:
     """Train from the newest checkpoint to the end; runs in each process."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if size > 1:
         # A process whose peer was killed before it listened would wait for it for half an hour.
         dist.init_process_group("gloo", timeout=timedelta(seconds=END_TIMEOUT_S / 10))
     torch.manual_seed(0)
-    late = {"update": ps.Delayed(after=2)} if delayed else {}
-    config = ps.Config(device="cpu", precision="bf16", chunk_size="256KiB", optimizer=ps.AdamW(lr=1e-3), **late)
+    name = Path(folder).name
+    more: dict[str, Any] = {"update": next((update for kind, update in UPDATES.items() if kind in name), None)}
+    if "durable" in name:
+        more |= {"device_memory": "2MiB", "host_memory": "9MiB", "disk": ps.Disk(folder, durable=True)}
+    config = ps.Config(device="cpu", precision="bf16", chunk_size="256KiB", optimizer=ps.AdamW(lr=1e-3), **more)
     engine, optimizer = ps.initialize(lambda: Model(256, 12), config)  # takes a while to save
     checkpoints = ps.Checkpoints(Path(folder, "run"), keep=2)
     torch.manual_seed(100 + rank)
@@ -59,8 +66,8 @@ def run_process(folder: str, steps: int, delayed: bool = False) -> None:
 
 
 def start(folder: Path, size: int, steps: int) -> list[Any]:
-    """Start the processes; updates are delayed in folders that say so."""
-    options = {"folder": str(folder), "steps": steps, "delayed": "delayed" in folder.name}
+    """Start the processes."""
+    options = {"folder": str(folder), "steps": steps}
     return ranks.start(size, run_process, options)
 
 
@@ -137,7 +144,12 @@ def test_kills_while_updates_are_delayed():
     check_kills(count=draws(3), processes=2, seed=3, steps=draws(24), kind=" delayed")
 
 
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
+def test_kills_while_checkpoints_refer_to_pages_on_disk(size):
+    check_kills(count=draws(18), processes=size, seed=4, steps=24, kind=" durable")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("size, kind", [(1, ""), (2, ""), (2, " delayed")])
+@pytest.mark.parametrize("size, kind", [(1, ""), (2, ""), (2, " delayed"), (1, " durable"), (2, " durable delayed")])
 def test_a_hundred_kills(size, kind):
     check_kills(count=50, processes=size, seed=2, steps=24, kind=kind)

@@ -197,7 +197,8 @@ def test_a_step_writes_states_once_and_the_file_has_two_versions(tmp_path):
                     assert copied < 0.35 * engine.layout.model_data_bytes, "states on disk were written again"
             assert file.nbytes == first_bytes
             written[saves] = file.written_bytes, first_bytes
-    assert written[True][0] == written[False][0]
+    # The writer's nine pages take the memory of a chunk or two, which are evicted in each step.
+    assert written[False][0] <= written[True][0] < written[False][0] + 12 * 2 * 9 * tiers.PAGE_BYTES
     assert written[True][1] == 2 * written[False][1]
 
 

@@ -89,6 +89,7 @@ def train(
         str | None, typer.Option(help="Largest size of the swap file, such as 200GiB. Default: the free space.")
     ] = None,
     packed: Annotated[bool, typer.Option("--packed", help="Store states on disk in 7/8 of their bytes.")] = False,
+    durable: Annotated[bool, typer.Option("--durable", help="Save each step, in what --disk stores anyway.")] = False,
     chunk_size: Annotated[
         str, typer.Option(help="Size of a parameter chunk in bytes or such as 64MiB, or auto.")
     ] = "auto",
@@ -166,9 +167,12 @@ def train(
         typer.Option(min=0, help="Write a checkpoint every N steps and after the last one; 0 disables checkpoints."),
     ] = 0,
     save_to: Annotated[
-        Path | None, typer.Option(help="Folder for checkpoints. Default: that of --resume, or runs/checkpoints.")
+        Path | None,
+        typer.Option(help="Folder for checkpoints. Default: that of --resume, or runs/checkpoints, or DISK/steps."),
     ] = None,
-    keep: Annotated[int, typer.Option(min=1, help="Number of checkpoints to keep.")] = 3,
+    keep: Annotated[
+        int | None, typer.Option(min=1, help="Number of checkpoints to keep. Default: 3, or 1 with --durable.")
+    ] = None,
     resume: Annotated[
         Path | None, typer.Option(help="Resume from a checkpoint, or from the newest one in a folder.")
     ] = None,

@@ -23,6 +23,7 @@ from patrickstar.errors import CheckpointError, ConfigError
 FIXED_OPTIONS = ("lr", "weight_decay")
 """Options that cannot change on resume, because the optimizer in the checkpoint stores them."""
 DEFAULT_FOLDER = Path("runs/checkpoints")
+DEFAULT_KEEP = 3
 
 
 class RunMetadata(ValidatedModel):
@@ -114,8 +115,10 @@ class ResumeOptions:
         """
         agents = sorted({agent for agent in world.all_gather_object(find_agent()) if agent is not None})
         resumed = None if options.resume is None else newest_in(options.resume)
-        folder = options.save_to or (resumed.parent if resumed is not None else DEFAULT_FOLDER)
-        checkpoints = ps.Checkpoints(folder, options.keep) if options.save_every else None
+        folder = options.save_to or (resumed.parent if resumed is not None else _default_folder(options))
+        every = options.save_every or int(options.durable)
+        keep = options.keep or (1 if options.durable else DEFAULT_KEEP)
+        checkpoints = ps.Checkpoints(folder, keep) if every else None
         newest = None if checkpoints is None else checkpoints.newest()
         own = world.all_gather_object(str(newest) if newest is not None and _is_saved_by(agents, newest) else None)[0]
         if own is not None:
@@ -132,7 +135,11 @@ class ResumeOptions:
                 f"{folder} has checkpoints of an earlier run ({newest.name}); continue it with --resume {folder}, or "
                 f"choose another folder with --save-to"
             )
-        return cls(options.save_every, checkpoints, resumed, step, agents)
+        return cls(every, checkpoints, resumed, step, agents)
+
+
+def _default_folder(options: TrainOptions) -> Path:
+    return options.disk / "steps" if options.durable and options.disk is not None else DEFAULT_FOLDER
 
 
 def _is_saved_by(agents: list[str], checkpoint: Path) -> bool:

@@ -28,6 +28,7 @@ class TrainOptions:
     disk: Path | None
     disk_capacity: str | None
     packed: bool
+    durable: bool
     chunk_size: str
     activation_checkpointing: bool
     checkpointing_share: str | None
@@ -47,6 +48,6 @@ class TrainOptions:
     tensorboard: Path | None
     save_every: int
     save_to: Path | None
-    keep: int
+    keep: int | None
     resume: Path | None
     quiet: bool

@@ -47,12 +47,14 @@ def _recomputed_share(options: TrainOptions) -> float | Literal["products", "aut
 
 def _disk(options: TrainOptions) -> ps.Disk | None:
     if options.disk is None:
-        if options.packed:
-            raise ConfigError("--packed requires --disk, the directory")
+        for name in ("packed", "durable"):
+            if getattr(options, name):
+                raise ConfigError(f"--{name} requires --disk, the directory")
         if options.disk_capacity is not None:
             raise ConfigError(f"--disk-capacity {options.disk_capacity} requires --disk, the directory")
         return None
-    return ps.Disk(directory=options.disk, capacity=options.disk_capacity, packed=options.packed)
+    more = {"packed": options.packed, "durable": options.durable}
+    return ps.Disk(directory=options.disk, capacity=options.disk_capacity, **more)
 
 
 def _late_update(options: TrainOptions) -> ps.Delayed | ps.LockFree | None:
