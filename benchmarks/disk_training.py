@@ -1,14 +1,15 @@
 """Measure training from disk: step time against plain PyTorch and against the hardware limit, and a large model.
 
-python benchmarks/disk_training.py --directory DIR [--cases plain medium packed bound large] [--rounds 3]
+python benchmarks/disk_training.py --directory DIR [--cases plain medium packed durable bound large] [--rounds 3]
 Cases: `plain` and `medium` (GPT-2 124M and 355M, parameters and optimizer states on disk, resident memory at most 1.6
 and 2.7 GiB, against a plain PyTorch loop), `packed` (355M with packed pages against the same without, on this drive
-and on slower ones), `bound` (optimizer states on disk, step time against the slowest of compute,
+and on slower ones), `durable` (355M with a checkpoint of each step that refers to pages on disk, against none), `bound` (optimizer states on disk, step time against the slowest of compute,
 reads and writes), `large` (2 billion parameters with 3 GiB of device and 4 GiB of host memory). Every run is a separate
 process, so that its resident memory can be measured; the sides of a ratio alternate.
 """
 
 import argparse
+import shutil
 import threading
 import time
 from functools import partial
@@ -28,6 +29,7 @@ from patrickstar._engine.engine import Engine
 from patrickstar._hardware.direct_io import PAGE_BYTES
 from patrickstar._layout.byte_size import format_size
 from patrickstar._perf_model.machine_spec import DiskDrive
+from patrickstar._perf_model.workload import STATE_BYTES
 from patrickstar._tiers.swap_file import SwapFile
 from patrickstar.integrations.transformers._model_builder import parameters_on_meta
 from patrickstar.testing import ReferenceTrainer
@@ -62,11 +64,15 @@ def run(
     max_norm: float | None = None,
     packed: bool = False,
     rate: float | None = None,
+    saves: bool = False,
+    resumes: bool = False,
 ) -> dict[str, Any]:
     """Train in this process and return the measurements. `side`: "plain", "memory" or "disk".
 
     Args:
         rate: Bytes per second that the drive reads, and writes, at most; None: what it can.
+        saves: Save a checkpoint of each step that refers to pages on disk.
+        resumes: Load the newest one first; `load_s` are the seconds for it.
     """
     if rate is not None:
         slow_down(rate)
@@ -83,20 +89,30 @@ def run(
             device="cpu",
             device_memory=device_memory,
             host_memory=host_memory,
-            disk=None if side == "memory" else ps.Disk(directory=directory, packed=packed),
+            disk=None if side == "memory" else ps.Disk(directory=directory, packed=packed, durable=saves),
             optimizer=ps.AdamW(lr=LEARNING_RATE, weight_decay=0.01),
         )
         trainer = Engine(built, config, weights=partial(pattern, built))
-    result: dict[str, Any] = {"seconds": [], "losses": [], "stats": []}
+    result: dict[str, Any] = {"seconds": [], "losses": [], "stats": [], "copied": []}
+    checkpoints = ps.Checkpoints(directory / "steps", keep=1)
+    if resumes:
+        result["load_s"] = seconds_of(lambda: checkpoints.load(trainer))
     update = {"update": True} if max_norm is None and side != "plain" else {}
 
     def step() -> None:
         result["losses"].append(train_step(trainer, ids, max_norm=max_norm, **update).item())
+        if saves:
+            checkpoints.save(trainer, len(result["losses"]), wait=False)
 
     for _ in range(steps):
         result["seconds"].append(seconds_of(step))
         if side != "plain":
             result["stats"].append(trainer.stats.last)
+    if saves:
+        trainer.finish_saving()
+        newest = checkpoints.newest()
+        result["copied"] = sum(file.stat().st_size for file in newest.iterdir() if file.suffix != ".chunks")
+        result["file"] = sum(file.stat().st_size for file in newest.iterdir() if file.suffix == ".chunks")
     result["rss"] = resident_peak_bytes()
     if side != "plain":
         result |= {"numel": trainer.layout.numel, "model_data": trainer.layout.model_data_bytes}
@@ -218,6 +234,44 @@ def packed(given: argparse.Namespace) -> None:
     )
 
 
+def durable(given: argparse.Namespace) -> None:
+    """Compare steps of which each has a checkpoint with steps without, by turns, and restart from the last one."""
+    work = {"model": "355m", "batch": 2, "steps": PLAIN_STEPS, "device_memory": "1700MiB", "host_memory": HOST_MEMORY}
+    rounds, loads = [], []
+    for _ in range(given.rounds):
+        rounds.append([in_a_process(given, "disk", **work, max_norm=1.0, saves=saves) for saves in (False, True)])
+        restart = in_a_process(given, "disk", **work | {"steps": 1}, max_norm=1.0, saves=True, resumes=True)
+        loads.append(restart["load_s"])
+        shutil.rmtree(given.directory / "steps")
+    base, ours = rounds[-1]
+    assert base["losses"] == ours["losses"], "checkpoints have changed a bit"
+    ratios = sorted(steady(saving) / steady(without) for without, saving in rounds)
+    written = [steady(each, WRITTEN) for each in (base, ours)]
+    drive = measure_disk(given.directory)
+    row = {
+        "step": f"{median(steady(each) for each, _ in rounds):.2f} s",
+        "with checkpoints": f"{median(steady(each) for _, each in rounds):.2f} s",
+        "ratio (range)": f"{median(ratios):.2f} ({ratios[0]:.2f} - {ratios[-1]:.2f})",
+        "limit": "1.03",
+        "written per step": format_size(int(written[0])),
+        "with checkpoints, to the swap file": format_size(int(written[1])),
+        "beside it": format_size(ours["copied"]),
+        "ratio of bytes": f"{(written[1] + ours['copied']) / written[0]:.3f}",
+        "file": f"{format_size(ours['file'])} of {format_size(int(ours['stats'][-1].disk_bytes))} stored",
+        "load": f"{median(loads):.1f} s",
+        "reading alone": f"{STATE_BYTES * ours['numel'] / drive.read:.1f} s",
+    }
+    publish(
+        "disk_training_durable",
+        f"GPT-2 355M, 2 x {SEQUENCE} tokens, bf16, clipped, device budget 1700 MiB, host budget {HOST_MEMORY}, the "
+        f"rest on disk: without checkpoints, and with one of each step that refers to pages on disk "
+        f"(`ps.Disk(durable=True)`, `ps.Checkpoints(keep=1)`, in the background), by turns, with equal losses. Medians "
+        f"of steps 4 to {PLAIN_STEPS}, then of {given.rounds} rounds. Load: of the last checkpoint, in a new process, "
+        f"which copies the states to its own swap file; beside it the time to read them at the drive's rate.",
+        [row],
+    )
+
+
 def bound(given: argparse.Namespace) -> None:
     work = {"model": "124m", "batch": 8, "steps": 6, "checkpointing": True, "device_memory": BOUND_DEVICE}
     rows = []
@@ -273,6 +327,7 @@ CASES = {
     "plain": partial(against_plain, case="plain", model="124m", device="850MiB", rss="1.60 GiB", limit=1.05),
     "medium": partial(against_plain, case="medium", model="355m", device="1700MiB", rss="2.70 GiB", limit=1.12),
     "packed": packed,
+    "durable": durable,
     "bound": bound,
     "large": large,
 }

@@ -167,12 +167,9 @@ def train(
         typer.Option(min=0, help="Write a checkpoint every N steps and after the last one; 0 disables checkpoints."),
     ] = 0,
     save_to: Annotated[
-        Path | None,
-        typer.Option(help="Folder for checkpoints. Default: that of --resume, or runs/checkpoints, or DISK/steps."),
+        Path | None, typer.Option(help="Folder for checkpoints; by default --resume's, runs/checkpoints or DISK/steps.")
     ] = None,
-    keep: Annotated[
-        int | None, typer.Option(min=1, help="Number of checkpoints to keep. Default: 3, or 1 with --durable.")
-    ] = None,
+    keep: Annotated[int | None, typer.Option(min=1, help="Checkpoints to keep; by default 3, durable 1.")] = None,
     resume: Annotated[
         Path | None, typer.Option(help="Resume from a checkpoint, or from the newest one in a folder.")
     ] = None,
