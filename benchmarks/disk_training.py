@@ -4,7 +4,8 @@ python benchmarks/disk_training.py --directory DIR [--cases plain medium packed 
 Cases: `plain` and `medium` (GPT-2 124M and 355M, parameters and optimizer states on disk, resident memory at most 1.6
 and 2.7 GiB, against a plain PyTorch loop), `packed` (355M with packed pages against the same without, on this drive
 and on slower ones), `durable` (355M with a checkpoint of each step that refers to pages on disk, against none),
-`bound` (optimizer states on disk, step time against the slowest of compute, reads and writes), `large` (2 billion parameters with 3 GiB of device and 4 GiB of host memory). Every run is a separate
+`bound` (optimizer states on disk, step time against the slowest of compute, reads and writes),
+`large` (2 billion parameters with 3 GiB of device and 4 GiB of host memory). Every run is a separate
 process, so that its resident memory can be measured; the sides of a ratio alternate.
 """
 

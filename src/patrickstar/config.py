@@ -17,8 +17,9 @@ from patrickstar.optim import SGD, Adam, AdamW, AdamW8bit, Lion, Muon, Optimizer
 
 
 class Disk(Options):
-    """Disk tier: a swap file for the chunks that memory can't hold. It is deleted when the process ends, unless checkpoints
-    refer to it.
+    """Disk tier: a swap file for the chunks that memory can't hold.
+
+    It is deleted when the process ends, unless checkpoints refer to it.
 
     Raises:
         ConfigError: An option is unknown, or its value is invalid.

@@ -98,6 +98,8 @@ class AsyncSave:
                     self._references.end(saved=True)
                 if done is not None:
                     done()
+                if group is not None:
+                    dist.barrier(group)  # rank 0 has deleted old checkpoints, whose pages are free then
             except (PatrickStarError, dist.DistError) as error:
                 self.error = error
             except Exception as error:
