@@ -159,6 +159,17 @@ def test_every_finding_has_its_line_and_the_kernel_names_its_instruction_sets():
         assert "->" not in text.split("Triton kernel")[0]
 
 
+@pytest.mark.parametrize(
+    ("cache", "said"),
+    [("write back", "if the drive obeys"), ("write through", "protection"), (None, "not say"), ("odd", "cache 'odd'")],
+)
+def test_a_flush_is_timed_and_what_the_kernel_says_of_the_cache_is_explained(tmp_path, monkeypatch, cache, said):
+    assert doctor.write_cache(tmp_path) in (None, "write back", "write through")
+    monkeypatch.setattr(doctor, "write_cache", lambda directory: cache)
+    text = doctor._flush(tmp_path).text
+    assert float(text.split()[1]) >= 0 and " ms after a write of 4 KiB; " in text and said in text
+
+
 def test_a_machine_file_has_what_was_measured_and_plans_leave_it_as_it_is(tmp_path, monkeypatch):
     host = Host(memory=5 * 10**9, memory_bandwidth=2e10, cores=2, matmul_tflops=0.1)
     measured = Machine(name="here", source="a test", host=host, budgets=True, measured=True)
