@@ -10,6 +10,8 @@ import random
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from datetime import timedelta
@@ -147,6 +149,13 @@ def test_kills_while_updates_are_delayed():
 @pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
 def test_kills_while_checkpoints_refer_to_pages_on_disk(size):
     check_kills(count=draws(18), processes=size, seed=4, steps=24, kind=" durable")
+
+
+@pytest.mark.slow
+def test_the_example_that_kills_itself_ends_with_the_same_bits(tmp_path):
+    script = Path(__file__).parents[2] / "examples" / "kill_me.py"
+    done = subprocess.run([sys.executable, script, "--seed", "3"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and "all losses and parameters have the same bits" in done.stdout, done
 
 
 @pytest.mark.slow
