@@ -47,9 +47,11 @@ def run_process(folder: str, steps: int) -> None:
     name = Path(folder).name
     more: dict[str, Any] = {"update": next((update for kind, update in UPDATES.items() if kind in name), None)}
     if "durable" in name:
-        more |= {"device_memory": "2MiB", "host_memory": "9MiB", "disk": ps.Disk(folder, durable=True)}
+        host = f"{9 * -(-size // 2)}MiB"  # of all processes together
+        more |= {"device_memory": "2MiB", "host_memory": host, "disk": ps.Disk(folder, durable=True)}
     config = ps.Config(device="cpu", precision="bf16", chunk_size="256KiB", optimizer=ps.AdamW(lr=1e-3), **more)
     engine, optimizer = ps.initialize(lambda: Model(256, 12), config)  # takes a while to save
+    assert (engine.inspect().disk is not None) == ("durable" in name)
     checkpoints = ps.Checkpoints(Path(folder, "run"), keep=2)
     torch.manual_seed(100 + rank)
     progress = checkpoints.load(engine) or {"step": 0}
