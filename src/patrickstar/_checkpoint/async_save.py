@@ -42,7 +42,9 @@ POLL_S = 0.02
 #
 # With `ps.Disk(durable=True)` the checkpoint refers to the pages of chunks on disk: they are not written again. New
 # content of these pages goes elsewhere, which is free once the checkpoint before has been deleted. So updates of these
-# chunks wait until this checkpoint is complete. See [Note: pages of checkpoints].
+# chunks wait until this checkpoint is complete. See [Note: pages of checkpoints]. Updates that end beside the next
+# forward are not hurried: plain data and buffers are copied at once, and the save of the rest starts when the next
+# backward does.
 
 
 class AsyncSave:

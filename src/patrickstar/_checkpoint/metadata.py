@@ -12,6 +12,7 @@ from patrickstar._checkpoint import json_codec
 from patrickstar._checkpoint.manifest import ValidatedModel, first_error
 from patrickstar._checkpoint.storage_reader import CheckpointReader
 from patrickstar.errors import CheckpointError
+from patrickstar.optim import Optimizer, TorchOptimizer
 
 COMMON = "patrickstar"
 """Name of the common metadata."""
@@ -136,3 +137,10 @@ def restore_random_states(states: dict[str, Any], device: torch.device) -> None:
     torch.set_rng_state(states["torch"])
     if device.type != "cpu" and device.type in states:
         torch.get_device_module(device).set_rng_state(states[device.type], device)
+
+
+def optimizer_name(optimizer: Optimizer) -> str:
+    """Return the name of the optimizer's class; of the wrapped class for a torch optimizer."""
+    if isinstance(optimizer, TorchOptimizer):
+        return f"{optimizer.kind.__module__}.{optimizer.kind.__qualname__}"
+    return type(optimizer).__name__

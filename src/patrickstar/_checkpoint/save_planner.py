@@ -2,7 +2,7 @@
 
 import io
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItem,
     WriteItemType,
 )
+from xxhash import xxh3_64_hexdigest
 
 from patrickstar._checkpoint.manifest import LARGEST_BYTES
 from patrickstar._checkpoint.safetensors_file import DENSE_ADVICE, DTYPES
@@ -83,6 +84,10 @@ class TensorShard:
     @property
     def index(self) -> MetadataIndex:
         return MetadataIndex(self.name, None if self.plain is not None else self.box.offsets)
+
+    def copied(self) -> "TensorShard":
+        """Return it with a copy of its value, which later changes of a buffer leave as it is."""
+        return self if self.value is None else replace(self, value=self.value.detach().clone())
 
     def item(self) -> WriteItem:
         if self.plain is not None:
@@ -241,3 +246,13 @@ def _check_covered(name: str, tensor: TensorStorageMetadata) -> None:
             f"no process holds elements {missing} of {name}, whose shape is {tuple(tensor.size)}; a local tensor of a "
             f"DTensor must have the size that its placements give"
         )
+
+
+def rank_buffer_key(name: str, rank: int) -> str:
+    """Return the key of a buffer whose value differs from that of rank 0."""
+    return f"ranks.{rank}.model.{name}"
+
+
+def checksum(value: torch.Tensor) -> str:
+    flat = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return xxh3_64_hexdigest(flat.numpy().tobytes())

@@ -52,7 +52,7 @@ class Checkpoints:
         deletes = engine.world.rank == 0
         with engine._core.internal_computation():
             done = self._delete_old if deletes else None
-            engine._checkpoint.start_save(free_name(self.directory, step), state or {}, done)
+            engine._checkpoint.start_save(free_name(self.directory, step), state or {}, done, wait=wait)
             return engine._core.background_save.wait() if wait else True
 
     def load(self, engine: Engine, state: Mapping[str, Any] | None = None) -> dict[str, Any] | None:

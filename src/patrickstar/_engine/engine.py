@@ -351,6 +351,7 @@ class Engine:
                 "with fp16 no parameter can be updated before all gradients are known to be finite: leave out "
                 "update=True, or use precision='bf16'"
             )
+        self._core.background_save.begin()
         # Another process may gather parameters until all have synchronized, at the step: updates must not replace them.
         # A delayed update runs beside the next step anyway, and one of all parameters needs all gradients.
         step = self._core.optimizer_step
@@ -552,7 +553,7 @@ class Engine:
         self._core.check_open()
         self._core.check_not_averaged("a checkpoint")
         with self._core.internal_computation():
-            self._checkpoint.start_save(Path(path), state or {}, frozen=frozen)
+            self._checkpoint.start_save(Path(path), state or {}, frozen=frozen, wait=wait)
             if wait:
                 self._core.background_save.wait_or_raise()
 

@@ -1,14 +1,14 @@
 """Checkpoints of an engine's state, from which training resumes with identical bits."""
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from xxhash import xxh3_64_hexdigest
 
 from patrickstar._checkpoint import dcp_calls, json_codec
 from patrickstar._checkpoint.async_save import AsyncSave
@@ -18,17 +18,21 @@ from patrickstar._checkpoint.metadata import (
     COMMON,
     CommonMetadata,
     RankMetadata,
+    optimizer_name,
     random_states,
     rank_key,
     read_common,
     read_rank,
     restore_random_states,
 )
+from patrickstar._checkpoint.page_references import can_refer
 from patrickstar._checkpoint.save_planner import (
     TensorShard,
+    checksum,
     json_item,
     name_of,
     param_shards,
+    rank_buffer_key,
     saved_kinds,
     whole_tensors,
 )
@@ -39,12 +43,12 @@ from patrickstar._engine.chunk_optimizer import ChunkOptimizer
 from patrickstar._engine.core import EngineCore
 from patrickstar._hardware.direct_io import BLOCK_BYTES, PAGE_BYTES
 from patrickstar._hardware.sigint_gate import interruptible, interruption_point
+from patrickstar._hardware.transfer import Deferred
 from patrickstar._layout.schema import PARAM16, PARAM32
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.tensor_subclass import managed_param_of
 from patrickstar._schedule.coordination import Request
 from patrickstar.errors import CheckpointError, PatrickStarError, TrainingError
-from patrickstar.optim import Optimizer, TorchOptimizer
 
 
 class EngineCheckpoint:
@@ -56,18 +60,27 @@ class EngineCheckpoint:
     # Saving
 
     def start_save(
-        self, target: Path, state: Mapping[str, Any], done: Callable[[], None] | None = None, *, frozen: bool = True
+        self,
+        target: Path,
+        state: Mapping[str, Any],
+        done: Callable[[], None] | None = None,
+        *,
+        frozen: bool = True,
+        wait: bool = True,
     ) -> None:
         """Start writing a checkpoint; collective.
 
         Args:
             done: Called when the checkpoint is complete.
             frozen: Include frozen parameters.
+            wait: The caller waits for the checkpoint: it need not wait for updates that end beside the next forward.
         """
         core, shards = self.core, self.core.shards
         self.core.background_save.wait()
         core.optimizer_in_backward.check_inactive("saving")
-        core.complete()
+        later = not wait and self._can_start_later(target)
+        if not later:
+            core.complete()
         unused = [
             managed.name
             for managed in shards.managed_params
@@ -94,14 +107,46 @@ class EngineCheckpoint:
             error = core.world.agree_on_error(error, CheckpointError)
             if error is None:
                 pieces = self._with_rank_buffers(pieces)
-                page_bytes = self._reserve_pages()
                 target = Path(core.world.all_gather_object(str(target.absolute()))[0])
-                group = core.world.checkpoints
-                saving = AsyncSave(target, pieces, shards, group, page_bytes=page_bytes, done=done)
-                core.background_save.saving = saving
-                saving.copy_volatile()
+                if later:
+                    self._start_later(target, [piece.copied() for piece in pieces], done)
+                else:
+                    self._start(target, pieces, done)
         if error is not None:
             raise error
+
+    def _start(self, target: Path, pieces: Sequence[TensorShard], done: Callable[[], None] | None) -> None:
+        """Start the save of these pieces."""
+        core, page_bytes = self.core, self._reserve_pages()
+        group = core.world.checkpoints
+        saving = AsyncSave(target, pieces, core.shards, group, page_bytes=page_bytes, done=done)
+        core.background_save.saving = saving
+        saving.copy_volatile()
+
+    def _can_start_later(self, target: Path) -> bool:
+        """Return whether a save need not begin before updates have ended. See [Note: saving beside training]."""
+        core = self.core
+        exact = core.config.update is None and core.optimizer_step.together is None
+        return exact and core.world.size == 1 and can_refer(core.manager.disk_tier, target)
+
+    def _start_later(self, target: Path, pieces: Sequence[TensorShard], done: Callable[[], None] | None) -> None:
+        """Start the save when the next backward does, or something else that could change what it saves."""
+        core, save = self.core, self.core.background_save
+
+        def start() -> None:
+            core.complete()
+            with core.internal_computation():
+                self._start(target, pieces, done)
+
+        def start_before(index: int) -> None:
+            save.begin()
+            core.shards.before_update(index)
+
+        save.start = start
+        core.shards.reads = {
+            index: Deferred(f"the start of a checkpoint with chunks {index}", partial(start_before, index))
+            for index in core.shards.by_chunk
+        }
 
     def _check_names(self) -> None:
         """Raise CheckpointError if a parameter is no longer where it was in the model when the engine was created.
@@ -158,7 +203,7 @@ class EngineCheckpoint:
             patrickstar=version("patrickstar"),
             precision=core.config.precision,
             frozen=frozen,
-            optimizer=_kind_of(core.config.optimizer),
+            optimizer=optimizer_name(core.config.optimizer),
             states=list(core.config.optimizer.states),
             groups=self.optimizer._packed_groups(lambda managed: managed.name),
             steps={managed.name: managed.steps for managed in core.model_params if managed.steps},
@@ -187,9 +232,9 @@ class EngineCheckpoint:
         if world.size == 1:
             return pieces
         buffers = self._buffers()
-        sums = {name: _checksum(value) for name, value in buffers.items()}
+        sums = {name: checksum(value) for name, value in buffers.items()}
         first = world.all_gather_object(sums)[0]
-        differ = {_rank_buffer_key(name, world.rank): buffers[name] for name in buffers if sums[name] != first[name]}
+        differ = {rank_buffer_key(name, world.rank): buffers[name] for name in buffers if sums[name] != first[name]}
         return whole_tensors(differ) + pieces
 
     # Loading
@@ -278,7 +323,7 @@ class EngineCheckpoint:
                 if names
             ]
             raise CheckpointError(f"{reader.folder} does not fit the model, nothing was loaded: {'; '.join(texts)}")
-        own, kinds = _kind_of(core.config.optimizer), list(core.config.optimizer.states)
+        own, kinds = optimizer_name(core.config.optimizer), list(core.config.optimizer.states)
         if common.optimizer != own or common.states != kinds:
             raise CheckpointError(
                 f"{reader.folder} was written with {common.optimizer}, whose states are {common.states}, but the "
@@ -312,7 +357,7 @@ class EngineCheckpoint:
         """Return the buffers by their names in the checkpoint."""
         targets = {}
         for name, value in self._buffers().items():
-            own = _rank_buffer_key(name, source.state)
+            own = rank_buffer_key(name, source.state)
             targets[own if own in reader.manifest.tensors else f"model.{name}"] = value
         return targets
 
@@ -343,23 +388,6 @@ class EngineCheckpoint:
             together.optimizer.restore(common.own)
         for name, value in common.extra.items():
             core.module.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
-
-
-def _kind_of(optimizer: Optimizer) -> str:
-    """Return the name of the optimizer's class; of the wrapped class for a torch optimizer."""
-    if isinstance(optimizer, TorchOptimizer):
-        return f"{optimizer.kind.__module__}.{optimizer.kind.__qualname__}"
-    return type(optimizer).__name__
-
-
-def _rank_buffer_key(name: str, rank: int) -> str:
-    """Return the key of a buffer whose value differs from that of rank 0."""
-    return f"ranks.{rank}.model.{name}"
-
-
-def _checksum(value: torch.Tensor) -> str:
-    flat = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return xxh3_64_hexdigest(flat.numpy().tobytes())
 
 
 def _state_of(value: Any) -> Any:
