@@ -47,7 +47,7 @@ def run_process(folder: str, steps: int) -> None:
     name = Path(folder).name
     more: dict[str, Any] = {"update": next((update for kind, update in UPDATES.items() if kind in name), None)}
     if "durable" in name:
-        host = f"{9 * -(-size // 2)}MiB"  # of all processes together
+        host = f"{(9 if more['update'] is None else 20) * -(-size // 2)}MiB"  # of all processes together
         more |= {"device_memory": "2MiB", "host_memory": host, "disk": ps.Disk(folder, durable=True)}
     config = ps.Config(device="cpu", precision="bf16", chunk_size="256KiB", optimizer=ps.AdamW(lr=1e-3), **more)
     engine, optimizer = ps.initialize(lambda: Model(256, 12), config)  # takes a while to save

@@ -88,8 +88,8 @@ def forge(path, change=lambda manifest: None, **header):
 
 
 def test_newer_versions(engine, checkpoint_copy):
-    forge(checkpoint_copy, version=2)
-    assert_refused(engine, checkpoint_copy, "version 2", "newer")
+    forge(checkpoint_copy, version=3)
+    assert_refused(engine, checkpoint_copy, "version 3", "newer")
     assert list_checkpoints(checkpoint_copy.parent) == []
     forge(checkpoint_copy, version=1, format=["patrickstar checkpoint"])  # a list in place of a string
     assert_refused(engine, checkpoint_copy)

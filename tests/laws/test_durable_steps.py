@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from probes import manager_of
 from sampling import drawn, draws
 from seeded import assert_same_model, reference_of
+from torch import nn
 from toys import batches, train
 
 import patrickstar as ps
@@ -93,6 +94,71 @@ def test_each_step_is_restored_exactly(tmp_path_factory, shape, chunk_size, prec
             if (folder := directory / "steps" / f"step-{step}") in folders:
                 with loaded(shape.build, plain if step % 2 else config, folder) as other:
                     assert_same_model(reference, other, f"step {step}, ")
+
+
+class Counting(nn.Module):
+    """Layers, and a buffer that counts the forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = tiers.blocks()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return self.layers(x)
+
+
+def write_params(engine: ps.Engine) -> None:
+    with torch.no_grad():
+        for param in engine.module.parameters():
+            param.mul_(2)
+
+
+def change_options(engine: ps.Engine) -> None:
+    engine.optimizer.param_groups[0]["lr"] = 1.0
+
+
+def evaluate(engine: ps.Engine) -> None:
+    with torch.no_grad():
+        engine(*tiers.inputs(1)[0])
+
+
+AFTER = {
+    "a step": lambda engine: train(engine, tiers.inputs(1)),
+    "an update in backward": lambda engine: train(engine, tiers.inputs(1), update=True),
+    "accumulation": lambda engine: train(engine, tiers.inputs(3), accumulation=3),
+    "in-place writes": write_params,
+    "other options": change_options,
+    "an evaluation": evaluate,
+    "reading all states": lambda engine: engine.optimizer.state_dict(),
+    "another save": lambda engine: engine.save(engine.folder / "next"),
+    "loading": lambda engine: engine.load(engine.folder / "first"),
+    "closing": lambda engine: engine.close(),
+}
+
+
+@pytest.mark.parametrize("after", list(AFTER))
+def test_a_save_in_the_background_has_what_it_was_called_for(tmp_path, after):
+    """It starts once updates have ended by themselves, and before anything of it changes."""
+    config = on_disk(Counting, options("bf16"), tmp_path, tiers.inputs(1)[0], tiers.Room())
+    engine = small_engine(Counting, durable(config))
+    engine.folder = tmp_path
+    train(engine, tiers.inputs(1))
+    engine.save(tmp_path / "first", {"step": 1})
+    train(engine, tiers.inputs(2))
+    engine.save(tmp_path / "later", {"step": 2}, wait=False)
+    AFTER[after](engine)
+    if after != "closing":
+        assert engine.finish_saving()
+        engine.close()
+    reference = reference_of(Counting, with_budgets(config, None, None))
+    train(reference, tiers.inputs(1))
+    train(reference, tiers.inputs(2))
+    with loaded(Counting, with_budgets(config, None, None), tmp_path / "later") as other:
+        assert_same_model(reference, other)
+        assert other.load(tmp_path / "later")["step"] == 2
+        assert other.optimizer.param_groups[0]["lr"] == tiers.ADAMW.lr
 
 
 def contents(folder: Path) -> dict[str, torch.Tensor]:

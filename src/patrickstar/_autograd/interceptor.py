@@ -162,6 +162,9 @@ class Interceptor:
         """Run an operator while its parameters are on the device."""
         if torch._C._are_functorch_transforms_active():
             return run_on_copies(func, args, kwargs, self._operate_plainly)
+        if self.background_save.start is not None and not torch.is_grad_enabled():
+            with managing():
+                self.background_save.begin()  # before an in-place write, while nothing is pinned
         self.addressed = ()
         for managed in managed_params:
             if managed.on_host:
