@@ -170,11 +170,13 @@ def contents(folder: Path) -> dict[str, torch.Tensor]:
 class Drive:
     """Drive with a cache: of the writes since the last flush, a power cut leaves any, in whole or in part.
 
-    Cuts the power at random writes of the swap file, and keeps what is then on the drive.
+    The power goes off at random writes of the swap file; what is then on the drive stays.
     """
 
-    def __init__(self, patch: pytest.MonkeyPatch, steps: Path, cuts: Path, draw: random.Random, share: float) -> None:
-        self.steps, self.cuts, self.draw, self.share = steps, cuts, draw, share
+    def __init__(
+        self, patch: pytest.MonkeyPatch, steps: Path, images_in: Path, draw: random.Random, share: float
+    ) -> None:
+        self.steps, self.images_in, self.draw, self.share = steps, images_in, draw, share
         self.lock = threading.Lock()
         self.unflushed: list[tuple[int, bytes, bytes]] = []
         """Offset, old and new bytes of each write."""
@@ -212,7 +214,7 @@ class Drive:
             for block in range(0, len(old), BLOCK_BYTES):
                 left = self.draw.choice([old, new])[block : block + BLOCK_BYTES]
                 content[offset + block : offset + block + BLOCK_BYTES] = left
-        image = self.cuts / str(len(self.images)) / complete[-1][1].name
+        image = self.images_in / str(len(self.images)) / complete[-1][1].name
         image.mkdir(parents=True)
         for each in complete[-1][1].iterdir():
             if each.name == LINKED:
@@ -225,11 +227,11 @@ class Drive:
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("seed", range(draws(40)))
 def test_a_power_cut_at_any_write_loses_no_step(tmp_path, monkeypatch, seed, packed):
-    """Some 25 cuts for each case."""
+    """The power goes off some 25 times in each case."""
     draw = random.Random(seed)
     monkeypatch.setattr(page_codec, "BLOCK_BYTES", 64)
     steps = tmp_path / "steps"
-    drive = Drive(monkeypatch, steps, tmp_path / "cuts", draw, share=0.05)
+    drive = Drive(monkeypatch, steps, tmp_path / "images", draw, share=0.05)
     config = on_disk(tiers.blocks, options("bf16"), tmp_path, tiers.inputs(1)[0], tiers.Room())
     checkpoints = ps.Checkpoints(steps, keep=draw.choice([1, 2]))
     expected = {}

@@ -23,12 +23,13 @@ from patrickstar._kernels.dispatch import Backend
 from patrickstar._kernels.eager_backend import EagerBackend
 from patrickstar._kernels.triton_backend import TritonBackend
 from patrickstar._layout.byte_size import format_size
+from patrickstar._layout.packed_page import CODEC_RATE
 from patrickstar._perf_model.cpu_precision import faster_on_cpu, gflops
 from patrickstar._perf_model.machine_spec import DiskDrive, write_machine
 from patrickstar._perf_model.margins import COLLECTIVE_BYTES, OUTSIDE_BYTES, device_budget
 from patrickstar._perf_model.workload import STATE_BYTES, UPDATE_BYTES
 from patrickstar._tiers.hardware import Hardware
-from patrickstar._tiers.page_codec import CODEC_RATE, PageCodec
+from patrickstar._tiers.page_codec import PageCodec
 from patrickstar.config import Config
 
 TRIAL_NUMEL = 16_000_000

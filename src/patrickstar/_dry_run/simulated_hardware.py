@@ -22,13 +22,14 @@ from patrickstar._hardware.memory_meter import Meter
 from patrickstar._hardware.transfer import Transfer
 from patrickstar._hardware.vm_pool import PagePool, can_move_pages
 from patrickstar._hardware.worker_pool import WorkerPool
+from patrickstar._layout.packed_page import CODEC_RATE
 from patrickstar._perf_model.machine_spec import Machine
 from patrickstar._tiers.chunk import Chunk
 from patrickstar._tiers.copy_streams import CopyStreams
 from patrickstar._tiers.disk_tier import READERS, WRITERS, DiskTier
 from patrickstar._tiers.hardware import Hardware
 from patrickstar._tiers.host_arena import ArenaBlock, HostArena
-from patrickstar._tiers.page_codec import CODEC_RATE, PageCodec
+from patrickstar._tiers.page_codec import PageCodec
 from patrickstar._tiers.swap_file import SwapFile
 from patrickstar.errors import DiskError
 

@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from patrickstar._hardware.direct_io import PAGE_BYTES
+from patrickstar._layout.packed_page import CODEC_RATE, packed_bytes
 from patrickstar._perf_model.machine_parts import NVME_READ, NVME_WRITE, rate_through_host
 from patrickstar._perf_model.machine_spec import DiskDrive, Machine
 from patrickstar._perf_model.mesh import Mesh
 from patrickstar._perf_model.perf_model import Estimate, estimate
-from patrickstar._tiers.page_codec import CODEC_RATE, PageCodec
 from patrickstar.errors import BudgetError
 
 BestEstimate = Callable[[Machine, Mesh], Estimate | None]
@@ -66,7 +66,7 @@ def _changes(machine: Machine, mesh: Mesh) -> Iterator[tuple[str, Machine, Mesh]
 
 def _packed(disk: DiskDrive, cores: int) -> DiskDrive:
     """Return a drive with the rates of unpacked bytes that it has with packed pages, whose places are as large."""
-    share = PageCodec.stored_bytes(PAGE_BYTES) / PAGE_BYTES
+    share = packed_bytes(PAGE_BYTES // 4) / PAGE_BYTES
     each_way = cores * CODEC_RATE / 2
     rates = {"read": min(disk.read / share, each_way), "write": min(disk.write / share, each_way)}
     return disk.model_copy(update=rates)

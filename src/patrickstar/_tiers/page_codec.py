@@ -4,6 +4,7 @@ import ctypes
 
 from patrickstar._hardware.direct_io import BLOCK_BYTES
 from patrickstar._hardware.vm_pool import round_up
+from patrickstar._layout.packed_page import LISTED_SHARE, packed_bytes
 
 # [Note: packed pages]
 # Masters and Adam states of neighbors have exponents that are close to each other: of 8 bits they contain about 3. A
@@ -15,14 +16,6 @@ from patrickstar._hardware.vm_pool import round_up
 # A packed page is as large as `stored_bytes` says, with room for one listed exponent per 64 elements, so that what a
 # step transfers can be planned. A page that lists more is larger, at most as large as the unpacked one, which is then
 # stored as it is. The place of a page in the swap file does not depend on its size.
-
-GROUP = 256
-"""Elements with one largest exponent, as in `cpp/packing.h`."""
-CODEC_RATE = 3.2e9
-"""Unpacked bytes per second that a core packs or unpacks beside computation: in steps of GPT-2 355M on two cores 9.4 GB
-took 1.5 s. Alone one did 6 to 9 GB/s with AVX2 or AVX-512."""
-LISTED_SHARE = 64
-"""A planned page has room for one listed exponent per so many elements."""
 
 
 class PageCodec:
@@ -39,10 +32,7 @@ class PageCodec:
     @staticmethod
     def stored_bytes(nbytes: int) -> int:
         """Return the planned bytes on disk of a page of `nbytes`; a page that gains nothing is not packed."""
-        numel = nbytes // 4
-        groups = -(-numel // GROUP)
-        packed = 64 + 3 * numel + groups * (GROUP // 2 + 1) + numel // LISTED_SHARE
-        return min(nbytes, round_up(packed, BLOCK_BYTES))
+        return min(nbytes, round_up(packed_bytes(nbytes // 4, LISTED_SHARE), BLOCK_BYTES))
 
     def pack(self, page: int, nbytes: int, target: int) -> int:
         """Pack the page of `nbytes` at one address into `target`, which has room for as many.
