@@ -94,7 +94,7 @@ def run(
             optimizer=ps.AdamW(lr=LEARNING_RATE, weight_decay=0.01),
         )
         trainer = Engine(built, config, weights=partial(pattern, built))
-    result: dict[str, Any] = {"seconds": [], "losses": [], "stats": [], "copied": []}
+    result: dict[str, Any] = {"seconds": [], "losses": [], "stats": []}
     checkpoints = ps.Checkpoints(directory / "steps", keep=1)
     if resumes:
         result["load_s"] = seconds_of(lambda: checkpoints.load(trainer))

@@ -33,10 +33,6 @@ LOST_PEER = re.compile(r"PeerError|Dist\w*Error|[Cc]onnection")
 END_TIMEOUT_S = 300.0
 
 
-UPDATES = {"delayed": ps.Delayed(after=2)}
-"""When updates take effect, in folders whose names say so."""
-
-
 def run_process(folder: str, steps: int) -> None:
     """Train from the newest checkpoint to the end; runs in each process."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -45,7 +41,7 @@ def run_process(folder: str, steps: int) -> None:
         dist.init_process_group("gloo", timeout=timedelta(seconds=END_TIMEOUT_S / 10))
     torch.manual_seed(0)
     name = Path(folder).name
-    more: dict[str, Any] = {"update": next((update for kind, update in UPDATES.items() if kind in name), None)}
+    more: dict[str, Any] = {"update": ps.Delayed(after=2) if "delayed" in name else None}
     if "durable" in name:
         host = f"{(9 if more['update'] is None else 20) * -(-size // 2)}MiB"  # of all processes together
         more |= {"device_memory": "2MiB", "host_memory": host, "disk": ps.Disk(folder, durable=True)}

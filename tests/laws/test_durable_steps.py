@@ -19,6 +19,7 @@ from toys import batches, train
 
 import patrickstar as ps
 from patrickstar._checkpoint.atomic_dir import list_checkpoints
+from patrickstar._checkpoint.manifest import Manifest, ManifestFile, ManifestPages, read_manifest, write_manifest
 from patrickstar._checkpoint.storage_reader import CheckpointReader
 from patrickstar._hardware.direct_io import BLOCK_BYTES
 from patrickstar._tiers import page_codec
@@ -324,6 +325,15 @@ def test_damage_is_found_and_nothing_is_loaded(tmp_path):
     os.truncate(tmp_path / "step" / LINKED, place)
     with pytest.raises(CheckpointError, match=r"is damaged: it has \d+ bytes"):
         CheckpointReader(tmp_path / "step")
+
+
+def test_a_linked_file_without_pages_is_no_failure_of_the_reader(tmp_path):
+    pages = ManifestPages(places=[], sizes=[], stored=[])
+    file = ManifestFile(name=LINKED, nbytes=0, sums=[], pages=pages)
+    manifest = Manifest(processes=1, written_by="a test", page_bytes=BLOCK_BYTES, files=[file], tensors={})
+    (tmp_path / LINKED).touch()
+    write_manifest(tmp_path, manifest, 1)
+    assert read_manifest(tmp_path) == manifest
 
 
 def test_names_of_killed_processes_are_removed(tmp_path):

@@ -10,7 +10,7 @@ SRC = Path(patrickstar.__file__).parent
 MOST_LINES = {
     ".": 1552,
     "_autograd": 3390,
-    "_checkpoint": 2843,
+    "_checkpoint": 2810,
     "_chunks": 1718,
     "_cli": 2403,
     "_distributed": 2442,

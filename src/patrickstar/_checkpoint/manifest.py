@@ -259,7 +259,8 @@ def _check_file(path: Path, file: ManifestFile) -> None:
     if file.pages is None:
         nbytes, fits = file.nbytes, status.st_size == file.nbytes
     else:
-        nbytes = max(place + stored for place, stored in zip(file.pages.places, file.pages.stored, strict=True))
+        ends = (place + stored for place, stored in zip(file.pages.places, file.pages.stored, strict=True))
+        nbytes = max(ends, default=0)
         fits = status.st_size >= nbytes
     if not S_ISREG(status.st_mode) or not fits:
         raise CheckpointError(

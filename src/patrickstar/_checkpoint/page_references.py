@@ -3,31 +3,14 @@
 import os
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from patrickstar._checkpoint.manifest import ZEROS
+from patrickstar._checkpoint.manifest import ZEROS, ManifestFile, ManifestPages
 from patrickstar._checkpoint.save_planner import TensorShard, list_kind
 from patrickstar._params.local_shards import LocalShards
 from patrickstar._tiers.chunk import Chunk
 from patrickstar._tiers.disk_tier import DiskTier
-
-
-@dataclass(frozen=True)
-class LinkedPages:
-    """Pages in a file that is linked to the swap file, which together are a file as long as their unpacked bytes.
-
-    places: Offset of each page in the linked file, `ZEROS` for a page of zeros.
-    sizes: Unpacked bytes of each page.
-    stored: Bytes of each page in the linked file.
-    sums: Checksum of the stored bytes of each page.
-    """
-
-    places: list[int]
-    sizes: list[int]
-    stored: list[int]
-    sums: list[str]
 
 
 class PageReferences:
@@ -58,17 +41,22 @@ class PageReferences:
             self.at[number] = self.chunks[chunk] + element * chunk.dtype.itemsize
         self._held = self._file.hold([page for page in self._pages if disk.is_written(page[0])], folder)
 
-    def link(self, path: Path) -> LinkedPages:
-        """Wait until the pages are on the disk, and link the swap file to a path. Raises DiskError."""
+    def link(self, path: Path) -> ManifestFile:
+        """Wait until the pages are on the disk, and link the swap file to a path. Raises DiskError.
+
+        Returns:
+            The file that the pages form, which is as long as their unpacked bytes.
+        """
         found = self._file.persist(self._held, path)
         stored = {page.offset: (page.place, *each) for page, each in zip(self._held.pages, found, strict=True)}
         table = [stored.get(offset, (ZEROS, 0, 0)) for offset, _ in self._pages]
-        return LinkedPages(
-            [place for place, _, _ in table],
-            [nbytes for _, nbytes in self._pages],
-            [nbytes for _, nbytes, _ in table],
-            [f"{checksum:016x}" for _, _, checksum in table],
+        pages = ManifestPages(
+            places=[place for place, _, _ in table],
+            sizes=[nbytes for _, nbytes in self._pages],
+            stored=[nbytes for _, nbytes, _ in table],
         )
+        sums = [f"{checksum:016x}" for _, _, checksum in table]
+        return ManifestFile(name=path.name, nbytes=sum(pages.sizes), sums=sums, pages=pages)
 
     def end(self, *, saved: bool) -> None:
         """Note that the checkpoint is complete, or will never be."""

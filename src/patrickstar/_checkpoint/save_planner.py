@@ -254,5 +254,6 @@ def rank_buffer_key(name: str, rank: int) -> str:
 
 
 def checksum(value: torch.Tensor) -> str:
+    """Return the hash of a tensor's bytes, to compare buffers of processes."""
     flat = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
     return xxh3_64_hexdigest(flat.numpy().tobytes())

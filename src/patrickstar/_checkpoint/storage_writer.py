@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from patrickstar._checkpoint.atomic_dir import AtomicDir, list_checkpoints
-from patrickstar._checkpoint.manifest import Manifest, ManifestFile, ManifestPages, ManifestTensor, StoredBox
-from patrickstar._checkpoint.page_references import LinkedPages, PageReferences
+from patrickstar._checkpoint.manifest import Manifest, ManifestFile, ManifestTensor, StoredBox
+from patrickstar._checkpoint.page_references import PageReferences
 from patrickstar._checkpoint.safetensors_file import SafetensorsFile, TensorEntry
 from patrickstar._hardware.accelerator import TorchDevice
 
@@ -25,16 +25,6 @@ class WrittenItem:
 
     file: str
     offset: int
-
-
-@dataclass(frozen=True)
-class WrittenFile:
-    """File of one process: name, size in bytes and page checksums; `pages` of one that is linked."""
-
-    name: str
-    nbytes: int
-    sums: tuple[str, ...]
-    pages: LinkedPages | None = None
 
 
 def entry_of(item: WriteItem) -> TensorEntry:
@@ -115,14 +105,12 @@ class CheckpointWriter(StorageWriter):
             WriteResult(item.index, entry.nbytes, WrittenItem(path.name, offset))
             for item, entry, offset in zip(items, entries, file.starts, strict=True)
         ]
-        files = [WrittenFile(path.name, file.nbytes, tuple(file.sums))]
+        files = [ManifestFile(name=path.name, nbytes=file.nbytes, sums=file.sums)]
         if self._references is not None and at:
-            name = linked_name(rank)
-            pages = self._references.link(Path(folder) / name)
-            files.append(WrittenFile(name, sum(pages.sizes), tuple(pages.sums), pages))
+            files.append(self._references.link(path.with_suffix(".chunks")))
             for number, offset in at.items():
                 item = plan.items[number]
-                results.append(WriteResult(item.index, entry_of(item).nbytes, WrittenItem(name, offset)))
+                results.append(WriteResult(item.index, entry_of(item).nbytes, WrittenItem(files[-1].name, offset)))
         results += [WriteResult(MetadataIndex(each.name), each.nbytes, each) for each in files]
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
@@ -152,12 +140,8 @@ def file_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-def linked_name(rank: int) -> str:
-    return f"rank-{rank:05d}.chunks"
-
-
 def _manifest(metadata: Metadata, results: Sequence[WriteResult], page_bytes: int) -> Manifest:
-    files = [result.storage_data for result in results if isinstance(result.storage_data, WrittenFile)]
+    files = [result.storage_data for result in results if isinstance(result.storage_data, ManifestFile)]
     numbers = {file.name: number for number, file in enumerate(files)}
     items = {result.index: result.storage_data for result in results if isinstance(result.storage_data, WrittenItem)}
     sizes = {result.index: result.size_in_bytes for result in results}
@@ -180,13 +164,6 @@ def _manifest(metadata: Metadata, results: Sequence[WriteResult], page_bytes: in
         processes=sum(file.pages is None for file in files),
         written_by=f"PatrickStar {version('patrickstar')}, PyTorch {torch.__version__}",
         page_bytes=page_bytes,
-        files=[_manifest_file(file) for file in files],
+        files=files,
         tensors=tensors,
     )
-
-
-def _manifest_file(file: WrittenFile) -> ManifestFile:
-    pages = None
-    if (linked := file.pages) is not None:
-        pages = ManifestPages(places=linked.places, sizes=linked.sizes, stored=linked.stored)
-    return ManifestFile(name=file.name, nbytes=file.nbytes, sums=list(file.sums), pages=pages)
