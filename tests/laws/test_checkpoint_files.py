@@ -173,7 +173,7 @@ def test_unsupported_types_in_the_state_are_named(tmp_path):
 )
 def test_checkpoint_that_lacks_elements(stored, message):
     engine = engine_of()
-    planner = ShardLoadPlanner(shards_of(engine), {})
+    planner = ShardLoadPlanner(shards_of(engine), {}, ())
     sizes = [(torch.Size((rows.start, 0)), torch.Size((rows.stop - rows.start, 24))) for rows in stored]
     chunks = [ChunkStorageMetadata(*each) for each in sizes]  # rows of the embedding, which has 13 of 24 elements
     entry = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size((13, 24)), chunks)

@@ -1,7 +1,7 @@
 """Load planning: each process reads its own shards, whatever the number of processes that saved."""
 
 import io
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,11 +40,12 @@ class ShardLoadPlanner(LoadPlanner):
     """Requests this process's shards from torch.distributed.checkpoint and stores what was read.
 
     tensors: plain tensors to fill, by name. Chunks in memory are filled in place. Data on disk, or not row-major, is
-    buffered piece by piece.
+    buffered piece by piece; but nothing is requested for `adopted` chunks.
     """
 
-    def __init__(self, data: LocalShards, tensors: dict[str, torch.Tensor]) -> None:
+    def __init__(self, data: LocalShards, tensors: dict[str, torch.Tensor], adopted: Container[Chunk]) -> None:
         self.data = data
+        self.adopted = adopted
         self.tensors = tensors
         self._targets: dict[tuple[str, tuple[int, ...]], _Target] = {}
         self._metadata: dict[str, TensorStorageMetadata] = {}
@@ -145,6 +146,8 @@ class ShardLoadPlanner(LoadPlanner):
             for managed in managed_params:
                 for kind in saved_kinds(managed):
                     chunk = self.data.manager[list_kind(managed, kind), managed.location.chunk]
+                    if chunk in self.adopted:
+                        continue
                     # Read one page at a time if the chunk is not in memory.
                     length = managed.location.numel if chunk.in_memory else PAGE_BYTES // chunk.dtype.itemsize
                     for begin in range(0, managed.location.numel, max(1, length)):

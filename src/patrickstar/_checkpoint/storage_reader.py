@@ -28,11 +28,12 @@ from patrickstar._checkpoint.manifest import ZEROS, Manifest, ManifestFile, read
 from patrickstar._hardware.direct_io import transfer_all
 from patrickstar._hardware.sigint_gate import interruption_point
 from patrickstar._kernels.cpp_backend import CppBackend, Unavailable
+from patrickstar._layout.shard_geometry import Box
 from patrickstar.errors import CheckpointError
 
 
 @dataclass(frozen=True)
-class _Source:
+class Source:
     """Contiguous elements of a box in a file."""
 
     file: int
@@ -51,6 +52,15 @@ class _Page:
     stored: int
 
 
+@dataclass(frozen=True)
+class LinkedPages:
+    """Consecutive pages of a linked file: place, stored bytes and checksum of each; some may be packed."""
+
+    file: int
+    table: list[tuple[int, int, str]]
+    packed: bool
+
+
 class _Pages:
     """Pages of a file, or of a linked file whose pages form one."""
 
@@ -67,6 +77,13 @@ class _Pages:
 
     def __getitem__(self, number: int) -> _Page:
         return self._pages[number]
+
+    def span(self, offset: int, sizes: Sequence[int]) -> range:
+        """Return the numbers of the pages of these sizes from an offset on; an empty range if there are none."""
+        first = self.number(offset)
+        found = self._pages[first : first + len(sizes)]
+        fits = found and found[0].start == offset and [page.nbytes for page in found] == list(sizes)
+        return range(first, first + len(sizes)) if fits else range(0)
 
     def number(self, offset: int) -> int:
         """Return the number of the page that has the byte at an offset."""
@@ -89,7 +106,7 @@ class CheckpointReader(StorageReader):
         self._verified_page: tuple[int, int] | None = None
         self._page = bytearray()
         self._sources = {
-            MetadataIndex(name, None if tensor.plain else part.offsets): _Source(
+            MetadataIndex(name, None if tensor.plain else part.offsets): Source(
                 part.file, part.at, getattr(torch, tensor.dtype), tuple(part.sizes)
             )
             for name, tensor in self.manifest.tensors.items()
@@ -157,9 +174,31 @@ class CheckpointReader(StorageReader):
             self._fill(narrowed(whole, part.offsets, part.sizes), source, 0, _strides(source))
         return whole
 
+    @property
+    def linked_files(self) -> list[int]:
+        """Numbers of the files that are links to swap files."""
+        return [number for number, file in enumerate(self.manifest.files) if file.pages is not None]
+
+    def path(self, number: int) -> Path:
+        """Return the path of a file."""
+        return self.folder / self.manifest.files[number].name
+
+    def source(self, name: str, box: Box) -> Source | None:
+        """Return where a box of a tensor is, None if it was not saved as one box."""
+        source = self._sources.get(MetadataIndex(name, box.offsets))
+        return source if source is not None and source.sizes == box.sizes else None
+
+    def linked_pages(self, number: int, at: int, sizes: Sequence[int]) -> LinkedPages | None:
+        """Return the pages of these sizes from a byte of a linked file on; None if its pages are others."""
+        if not (span := self._pages[number].span(at, sizes)):
+            return None
+        pages, sums = self._pages[number], self.manifest.files[number].sums
+        table = [(pages[page].place, pages[page].stored, sums[page]) for page in span]
+        return LinkedPages(number, table, any(0 < pages[page].stored < pages[page].nbytes for page in span))
+
     # Internals
 
-    def _bytes(self, source: _Source) -> bytes:
+    def _bytes(self, source: Source) -> bytes:
         return self._read(source, 0, prod(source.sizes)).numpy().tobytes()
 
     def _file_offset(self, item: ReadItem) -> tuple[int, int]:
@@ -182,7 +221,7 @@ class CheckpointReader(StorageReader):
         pages = self._pages[source.file]
         return [(source.file, page) for page in range(pages.number(begin), pages.number(stop - 1) + 1)]
 
-    def _fill(self, target: torch.Tensor, source: _Source, first: int, strides: tuple[int, ...]) -> None:
+    def _fill(self, target: torch.Tensor, source: Source, first: int, strides: tuple[int, ...]) -> None:
         """Fill a tensor from a box, beginning at element `first`, with the given strides in the box."""
         if not target.numel():
             return
@@ -199,12 +238,12 @@ class CheckpointReader(StorageReader):
         for row in range(target.shape[0]):
             self._fill(target[row], source, first + row * strides[0], strides[1:])
 
-    def _read(self, source: _Source, first: int, numel: int) -> torch.Tensor:
+    def _read(self, source: Source, first: int, numel: int) -> torch.Tensor:
         values = torch.empty(numel * source.dtype.itemsize, dtype=torch.uint8, device="cpu")
         self._copy(values, source, first)
         return values.view(source.dtype)
 
-    def _copy(self, target: torch.Tensor, source: _Source, first: int) -> None:
+    def _copy(self, target: torch.Tensor, source: Source, first: int) -> None:
         """Fill a uint8 tensor with bytes of a box, beginning at element `first`."""
         offset, done, pages = source.offset + first * source.dtype.itemsize, 0, self._pages[source.file]
         while done < target.numel():
@@ -273,13 +312,13 @@ def narrowed(whole: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) 
     return whole
 
 
-def _within(item: ReadItem, source: _Source) -> tuple[int, tuple[int, ...]]:
+def _within(item: ReadItem, source: Source) -> tuple[int, tuple[int, ...]]:
     """Return the first requested element within the stored box, and the strides of the box."""
     strides = _strides(source)
     return sum(o * s for o, s in zip(item.storage_offsets, strides, strict=True)), strides
 
 
-def _strides(source: _Source) -> tuple[int, ...]:
+def _strides(source: Source) -> tuple[int, ...]:
     strides, step = [], 1
     for size in reversed(source.sizes):
         strides.append(step)

@@ -25,6 +25,7 @@ from patrickstar._checkpoint.metadata import (
     read_rank,
     restore_random_states,
 )
+from patrickstar._checkpoint.page_adoption import PageAdoption
 from patrickstar._checkpoint.page_references import can_refer
 from patrickstar._checkpoint.save_planner import (
     TensorShard,
@@ -269,8 +270,10 @@ class EngineCheckpoint:
                 group: dist.ProcessGroup | None = core.world.checkpoints
                 try:
                     with explain_peer_failure(self.core.world):
-                        planner = ShardLoadPlanner(shards, self._targets(reader, source))
+                        adoption = PageAdoption(reader, shards)
+                        planner = ShardLoadPlanner(shards, self._targets(reader, source), adoption.chunks)
                         dcp_calls.load(reader, planner, group)
+                        adoption.apply()
                     self._restore(reader, common, planner.holds_delayed)
                 except CheckpointError as caught:
                     error = caught  # raised in every process

@@ -2,7 +2,7 @@
 
 import ctypes
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -12,6 +12,7 @@ from patrickstar._hardware.transfer import Transfer
 from patrickstar._hardware.worker_pool import WorkerPool
 from patrickstar._tiers.chunk import Chunk
 from patrickstar._tiers.host_arena import HostArena
+from patrickstar._tiers.linked_file import LinkedPage
 from patrickstar._tiers.page_codec import PageCodec
 from patrickstar._tiers.swap_file import SwapFile
 from patrickstar.errors import DiskError
@@ -126,6 +127,10 @@ class DiskTier:
     def _codec_of(self, chunk: Chunk) -> PageCodec | None:
         return self.codec if chunk.dtype == torch.float32 else None
 
+    def unpacks(self, chunk: Chunk) -> bool:
+        """Return whether packed pages of a chunk can be read."""
+        return self._codec_of(chunk) is not None
+
     def pop_unplanned_bytes(self) -> int:
         """Return the bytes beyond those planned of the pages that were packed since the last call."""
         with self._lock:
@@ -147,6 +152,16 @@ class DiskTier:
         assert chunk.disk.offset is not None
         offset = chunk.disk.offset
         return [(offset + first, nbytes) for first, nbytes in pages(chunk.nbytes, self.page_bytes_of(chunk))]
+
+    def adopt(self, chunk: Chunk, linked: Sequence[LinkedPage | None]) -> None:
+        """Let a chunk on the disk have the pages of a checkpoint; None: zeros. See [Note: linked pages]."""
+        pages = {}
+        for (offset, _), page in zip(self.pages_of(chunk), linked, strict=True):
+            self._written.pop(offset, None)
+            if page is not None:
+                self._written[offset], pages[offset] = page.nbytes, page
+        self.file.adopt(pages)
+        chunk.version += 1
 
     def is_written(self, offset: int) -> bool:
         """Return whether the page at an offset was written; all others read as zeros."""

@@ -2,28 +2,30 @@
 
 import errno
 import fcntl
+import mmap
 import os
 import tempfile
 import threading
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
 from xxhash import xxh3_64_intdigest
 
-from patrickstar._hardware.direct_io import BLOCK_BYTES, FULL, PAGE_BYTES, free_bytes, reserve, transfer_all, try_direct
+from patrickstar._hardware.direct_io import BLOCK_BYTES, FULL, PAGE_BYTES, free_bytes, reserve, try_direct
 from patrickstar._hardware.vm_pool import round_up
 from patrickstar._layout.byte_size import format_size
+from patrickstar._tiers.hidden_names import PREFIX, SUFFIX, close, remove_unlocked
+from patrickstar._tiers.linked_file import LinkedFile, LinkedPage
+from patrickstar._tiers.page_file import PageFile
 from patrickstar._tiers.page_places import HeldPage, HeldPages, PagePlaces
 from patrickstar.errors import BudgetError, DiskError
 
-PREFIX, SUFFIX = ".patrickstar-", ".chunks"
 
-
-class SwapFile:
+class SwapFile(PageFile):
     """Unnamed file in `directory` that ends with its process; `nbytes` are reserved on the disk at once.
 
     It never exceeds `capacity_bytes`. With `checksums`, the hash of every page is kept in memory and compared at reads.
@@ -32,6 +34,8 @@ class SwapFile:
     With `durable`, checkpoints may link to the file and refer to its pages: see [Note: pages of checkpoints]. It then
     has a hidden name, which the next such file in the directory removes if the process was killed.
     """
+
+    title, advice = "the swap file", "use another directory"
 
     def __init__(
         self,
@@ -54,6 +58,8 @@ class SwapFile:
         self.written_bytes = 0
         self._sums: dict[int, tuple[int, int]] = {}  # place of a page: length and hash
         self._places = PagePlaces()
+        self._linked: dict[int, LinkedPage] = {}
+        """Pages that are read from a checkpoint's file, by offset. See [Note: linked pages]."""
         self._unwritten: set[int] = set()  # places of pages whose write has been announced and has not ended
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
@@ -62,7 +68,7 @@ class SwapFile:
         self._closed = False
         self._check_capacity(round_up(nbytes, BLOCK_BYTES), "the file")
         self._fd, self.path = self._make()
-        self._close_fd = weakref.finalize(self, _close, self._fd, self.path if durable else None)
+        self._close_fd = weakref.finalize(self, close, self._fd, self.path if durable else None)
         self._close_fd.atexit = durable
         try:
             self.direct = self._try_direct()
@@ -131,9 +137,27 @@ class SwapFile:
     def hold(self, pages: Iterable[tuple[int, int]], folder: Path) -> HeldPages:
         """Keep the content of pages, given by offset and bytes, for a checkpoint that will be in a folder."""
         assert self.durable, f"{self} was not made for checkpoints"
+        pages = list(pages)
         with self._lock:
             self._places.release_deleted(self._links())
+            for offset, nbytes in pages:
+                if offset in self._linked:  # `persist` copies it
+                    self._announce(offset, nbytes, "a page of the checkpoint that was loaded")
             return self._places.hold(pages, folder)
+
+    def can_adopt(self, path: Path) -> bool:
+        """Return whether pages can be read from a checkpoint's link to another file on this file system."""
+        other, own = path.stat(), os.fstat(self._fd)
+        return other.st_dev == own.st_dev and other.st_ino != own.st_ino
+
+    def open_linked(self, path: Path) -> LinkedFile:
+        """Open a checkpoint's link to another file. Raises DiskError."""
+        return LinkedFile(path, self.directory, direct=self.direct)
+
+    def adopt(self, pages: Mapping[int, LinkedPage]) -> None:
+        """Let pages, by offset, have the content of pages in a checkpoint's file until they are written."""
+        with self._lock:
+            self._linked.update(pages)
 
     def release(self, held: HeldPages) -> None:
         """Let the pages of a checkpoint be written again."""
@@ -149,6 +173,9 @@ class SwapFile:
         Raises:
             DiskError: A page could not be written, or the file can't be synced or linked.
         """
+        for page in held.pages:
+            if (linked := self._linked.get(page.offset)) is not None:
+                self._copy(linked, page.offset)
         with self._idle:
             self._idle.wait_for(lambda: all(page.place not in self._unwritten for page in held.pages))
             found = [self._stored(page) for page in held.pages]
@@ -158,6 +185,14 @@ class SwapFile:
         except OSError as error:
             raise DiskError(f"{self.path} can't be linked to {link}: {error.strerror} (errno {error.errno})") from error
         return found
+
+    def _copy(self, linked: LinkedPage, offset: int) -> None:
+        """Write a page of another checkpoint's file at its place in this one."""
+        label = f"a page of {linked.file.path}"
+        with mmap.mmap(-1, round_up(linked.nbytes, BLOCK_BYTES)) as buffer, memoryview(buffer) as memory:
+            linked.read(memory, linked.nbytes, label)
+            self.write(offset, memory, linked.nbytes, label)
+        self.end_write(offset)
 
     def _sync(self) -> None:
         os.fdatasync(self._fd)
@@ -179,13 +214,17 @@ class SwapFile:
         Raises DiskError or BudgetError if checkpoints hold all places and there is no room for another.
         """
         with self._lock:
-            if not self._places.has_place(offset, nbytes):
-                self._places.release_deleted(self._links())
-            try:
-                place = self._places.renew(offset, nbytes, lambda nbytes: self._append(nbytes, label, planned=True))
-            except (BudgetError, DiskError) as error:
-                raise DiskError(f"{error}; or {_delete_one(self._places.folders)}") from error
-            self._unwritten.add(place)
+            self._announce(offset, nbytes, label)
+            self._linked.pop(offset, None)
+
+    def _announce(self, offset: int, nbytes: int, label: str) -> None:
+        if not self._places.has_place(offset, nbytes):
+            self._places.release_deleted(self._links())
+        try:
+            place = self._places.renew(offset, nbytes, lambda nbytes: self._append(nbytes, label, planned=True))
+        except (BudgetError, DiskError) as error:
+            raise DiskError(f"{error}; or {_delete_one(self._places.folders)}") from error
+        self._unwritten.add(place)
 
     def end_write(self, offset: int) -> None:
         """Note that the write of a page has ended, in whatever way."""
@@ -200,10 +239,15 @@ class SwapFile:
         DiskError if the read fails, the file is too short, or the bytes differ from those written.
         """
         with self._using("read", offset, nbytes, label):
-            place = self._places.of(offset)
-            self._move("read", place, buffer, nbytes, label)
-            if self.checksums:
-                self._check_sum(place, buffer, nbytes, label)
+            with self._lock:
+                linked, place = self._linked.get(offset), self._places.of(offset)
+                stored = self._sums.get(place)
+            if linked is not None:
+                linked.read(buffer, nbytes, label)
+            else:
+                self._move("read", place, buffer, nbytes, label)
+                if self.checksums:
+                    self._verify(place, buffer, nbytes, label, stored)
             with self._lock:
                 self.read_bytes += nbytes
 
@@ -218,6 +262,7 @@ class SwapFile:
                 self.written_bytes += nbytes
                 if self.checksums:
                     self._sums[place] = nbytes, hashed
+                self._linked.pop(offset, None)
 
     def close(self) -> None:
         """Close the file, which frees its disk space, after all reads and writes have ended."""
@@ -227,31 +272,6 @@ class SwapFile:
             while self._active_calls:
                 self._idle.wait()
             self._close_fd()
-
-    def _move(self, operation: str, offset: int, buffer: memoryview, nbytes: int, label: str) -> None:
-        call = os.preadv if operation == "read" else os.pwritev
-        length = round_up(nbytes, BLOCK_BYTES)
-        try:
-            done = transfer_all(call, self._fd, buffer[:length], offset, BLOCK_BYTES if self.direct else 1)
-        except OSError as error:
-            reason = f"{error.strerror} (errno {error.errno})"
-            raise self._io_error(operation, offset, nbytes, label, reason, error.errno in FULL) from error
-        if done < length:
-            reason = f"short {operation}, {done} of {length} bytes, as if the file had been truncated"
-            raise self._io_error(operation, offset, nbytes, label, reason)
-        if not self.direct:
-            os.posix_fadvise(self._fd, offset, length, os.POSIX_FADV_DONTNEED)
-
-    def _check_sum(self, offset: int, buffer: memoryview, nbytes: int, label: str) -> None:
-        expected = self._sums.get(offset)
-        if expected is None:
-            raise self._io_error("read", offset, nbytes, label, "nothing was written there")
-        if expected[0] != nbytes:
-            raise self._io_error("read", offset, nbytes, label, f"a page of {expected[0]} bytes was written there")
-        actual = xxh3_64_intdigest(buffer[:nbytes])
-        if actual != expected[1]:
-            reason = f"the page is damaged: checksum {expected[1]:016x} expected, {actual:016x} found"
-            raise self._io_error("read", offset, nbytes, label, reason)
 
     @contextmanager
     def _using(self, operation: str, offset: int, nbytes: int, label: str) -> Iterator[None]:
@@ -288,8 +308,7 @@ class SwapFile:
 
     def _locked_file(self) -> tuple[int, Path]:
         """Make a locked file with a hidden name, and remove those whose processes have ended."""
-        for path in self.directory.glob(f"{PREFIX}*{SUFFIX}"):
-            _remove_unlocked(path)
+        remove_unlocked(self.directory)
         while True:
             fd, name = tempfile.mkstemp(prefix=PREFIX, suffix=SUFFIX, dir=self.directory)
             fcntl.flock(fd, fcntl.LOCK_EX)
@@ -313,15 +332,6 @@ class SwapFile:
     def _closed_error(self, label: str) -> DiskError:
         return DiskError(f"{label}: the swap file {self.path} is closed; initialise a new engine")
 
-    def _io_error(
-        self, operation: str, offset: int, nbytes: int, label: str, reason: str, full: bool = False
-    ) -> DiskError:
-        advice = "free space there" if full else "check the system's log for errors of the disk"
-        return DiskError(
-            f"can't {operation} {nbytes} bytes of {label} at offset {offset} of the swap file {self.path}: {reason}; "
-            f"{advice}, or use another directory"
-        )
-
     def _no_space_error(self, error: OSError, path: int | Path, nbytes: int, label: str) -> DiskError:
         free = free_bytes(path)
         return DiskError(
@@ -335,28 +345,6 @@ def _unnamed_file(directory: Path) -> tuple[int, Path]:
     fd, path = tempfile.mkstemp(prefix=PREFIX.removeprefix("."), suffix=SUFFIX, dir=directory)
     os.unlink(path)
     return fd, Path(path)
-
-
-def _remove_unlocked(path: Path) -> None:
-    """Remove a file that no process uses; checkpoints that link to it remain."""
-    try:
-        fd = os.open(path, os.O_RDONLY)
-    except OSError:  # removed meanwhile, or another user's
-        return
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        path.unlink(missing_ok=True)
-    except BlockingIOError:  # its process runs
-        return
-    finally:
-        os.close(fd)
-
-
-def _close(fd: int, path: Path | None) -> None:
-    """Close a file, and remove its name if it has one."""
-    if path is not None:
-        path.unlink(missing_ok=True)
-    os.close(fd)
 
 
 def _delete_one(folders: Sequence[Path]) -> str:

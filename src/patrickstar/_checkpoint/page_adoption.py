@@ -1,0 +1,66 @@
+"""Chunks on disk that a checkpoint's linked files have whole: they are read there, instead of loaded."""
+
+from collections.abc import Iterator
+
+from patrickstar._checkpoint.manifest import ZEROS
+from patrickstar._checkpoint.save_planner import list_kind, name_of, saved_kinds
+from patrickstar._checkpoint.shard_box import boxes_in
+from patrickstar._checkpoint.storage_reader import CheckpointReader, LinkedPages
+from patrickstar._params.local_shards import LocalShards
+from patrickstar._params.managed_param import ManagedParam
+from patrickstar._tiers.chunk import Chunk
+from patrickstar._tiers.disk_tier import DiskTier
+from patrickstar._tiers.linked_file import LinkedFile, LinkedPage
+
+
+class PageAdoption:
+    """Chunks whose pages a checkpoint has in a linked file on the swap file's file system. See [Note: linked pages].
+
+    Attributes:
+        chunks: These chunks, each with its pages there.
+    """
+
+    def __init__(self, reader: CheckpointReader, data: LocalShards) -> None:
+        self.chunks: dict[Chunk, LinkedPages] = {}
+        self._disk, self._reader, self._data = data.manager.disk_tier, reader, data
+        if self._disk is None:
+            return
+        files = {number for number in reader.linked_files if self._disk.file.can_adopt(reader.path(number))}
+        for index, managed_params in data.by_chunk.items() if files else ():
+            for kind in saved_kinds(managed_params[0]):
+                chunk = data.manager[list_kind(managed_params[0], kind), index]
+                found = set(self._starts(chunk, managed_params, kind))
+                if len(found) == 1 and (start := found.pop()) is not None and start[0] in files:
+                    self._add(self._disk, chunk, *start)
+
+    def _starts(self, chunk: Chunk, managed_params: list[ManagedParam], kind: str) -> Iterator[tuple[int, int] | None]:
+        """Yield, for each box in a chunk, the file that has it and the byte where the chunk would begin there."""
+        self._data.manager.transfers.settle(chunk)
+        if chunk.in_memory or not chunk.disk.valid:
+            return
+        for managed in managed_params:
+            for stored in boxes_in(managed, slice(0, managed.location.numel)):
+                source = self._reader.source(name_of(managed, kind), stored.whole)
+                if source is None or source.dtype != chunk.dtype or not stored.in_order:
+                    yield None
+                else:
+                    first = managed.location.offset + stored.span.start
+                    yield source.file, source.offset - first * chunk.dtype.itemsize
+
+    def _add(self, disk: DiskTier, chunk: Chunk, file: int, at: int) -> None:
+        pages = self._reader.linked_pages(file, at, [nbytes for _, nbytes in disk.pages_of(chunk)])
+        if pages is not None and (disk.unpacks(chunk) or not pages.packed):
+            self.chunks[chunk] = pages
+
+    def apply(self) -> None:
+        """Let the chunks have these pages. Raises DiskError if a file can't be linked."""
+        files: dict[int, LinkedFile] = {}
+        for chunk, pages in self.chunks.items():
+            assert self._disk is not None
+            if pages.file not in files:
+                files[pages.file] = self._disk.file.open_linked(self._reader.path(pages.file))
+            linked = [
+                None if place == ZEROS else LinkedPage(files[pages.file], place, stored, int(checksum, 16))
+                for place, stored, checksum in pages.table
+            ]
+            self._disk.adopt(chunk, linked)

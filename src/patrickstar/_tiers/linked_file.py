@@ -1,0 +1,59 @@
+"""Pages of a checkpoint's linked file, which chunks are read from until their next content is written."""
+
+import os
+import secrets
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+
+from patrickstar._hardware.direct_io import try_direct
+from patrickstar._tiers.hidden_names import PREFIX, SUFFIX, close
+from patrickstar._tiers.page_file import PageFile
+from patrickstar.errors import DiskError
+
+# [Note: linked pages]
+# A checkpoint by reference has whole chunks as they were on the disk. An engine that loads it, and has the same chunks
+# on disk, reads their pages there, and its swap file gets their next content. So loading takes no time for them. Each
+# page is verified when it is read. A linked file is never written. As long as a page of it is read, it has one more
+# link, so that a run which still writes this file leaves the pages as they are, also once the checkpoint is deleted.
+
+
+class LinkedFile(PageFile):
+    """File that a checkpoint links to, open to be read; it is closed with the last page that refers to it.
+
+    Args:
+        path: The checkpoint's link.
+        directory: Directory of the swap file, on the same file system.
+        direct: Read with direct I/O where the file system supports it.
+
+    Raises:
+        DiskError: The file can't be linked or opened.
+    """
+
+    title, advice = "the loaded checkpoint's", "resume from an older checkpoint"
+
+    def __init__(self, path: Path, directory: Path, *, direct: bool) -> None:
+        self.path = path
+        link = directory / f"{PREFIX}{secrets.token_hex(4)}{SUFFIX}"
+        try:
+            os.link(path, link)
+            self._fd = os.open(link, os.O_RDONLY)
+            weakref.finalize(self, close, self._fd, link)
+            self.direct = direct and try_direct(self._fd, os.preadv)
+        except OSError as error:
+            raise DiskError(f"{path} can't be linked to {link}: {error.strerror} (errno {error.errno})") from error
+
+
+@dataclass(frozen=True)
+class LinkedPage:
+    """Page in a linked file: its place, the bytes that are stored there, and their hash."""
+
+    file: LinkedFile
+    place: int
+    nbytes: int
+    hashed: int
+
+    def read(self, buffer: memoryview, nbytes: int, label: str) -> None:
+        """Read and verify it, as `SwapFile.read` does. Raises DiskError."""
+        self.file._move("read", self.place, buffer, nbytes, label)
+        self.file._verify(self.place, buffer, nbytes, label, (self.nbytes, self.hashed))
