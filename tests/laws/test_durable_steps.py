@@ -5,7 +5,6 @@ import random
 import shutil
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,29 +27,10 @@ from patrickstar.errors import CheckpointError, ConfigError, DiskError
 
 from . import tiers
 from .models import precisions
-from .tiers import on_disk, options, rooms, small_engine, wide_shapes, with_budgets
+from .tiers import durable, loaded, on_disk, options, rooms, small_engine, step_of, wide_shapes, with_budgets
 
 LINKED = "rank-00000.chunks"
 STEPS = 4
-
-
-def durable(config: ps.Config, **more: Any) -> ps.Config:
-    return config.model_copy(update={"disk": ps.Disk(config.disk.directory, durable=True, **more)})
-
-
-def step_of(trainer: Any, batch: tuple[torch.Tensor], step: int) -> list[torch.Tensor]:
-    """Train one step, with random numbers that depend on its number alone."""
-    torch.manual_seed(step)
-    return train(trainer, [batch])
-
-
-def loaded(build: tiers.Build, config: ps.Config, folder: Path) -> ps.Engine:
-    """Return an engine of other initial values that has loaded a checkpoint."""
-    torch.manual_seed(1)
-    hooks = {"meter": ps.testing.NoMeter(), "poison": True, "page_bytes": tiers.PAGE_BYTES}
-    engine = ps.Engine(build, config, **hooks)
-    engine.load(folder)
-    return engine
 
 
 @drawn(

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from probes import complete_updates, disk_step_of, manager_of, record_accesses
 from seeded import assert_same_model, engine_of, reference_of
 from torch import nn
-from toys import layers, mean_square
+from toys import layers, mean_square, train
 
 import patrickstar as ps
 from patrickstar._tiers.chunk import Chunk
@@ -102,6 +102,25 @@ def on_disk(build: Build, config: ps.Config, directory: str | Path, batch: tuple
         _least_budgets[key] = device, least_host_bytes(build, with_budgets(config, device, 1, disk)), optimizer_bytes
     device, host, optimizer_bytes = _least_budgets[key]
     return with_budgets(config, device, host + room.host_bytes + int(room.host_share * optimizer_bytes), disk)
+
+
+def durable(config: ps.Config, **more: Any) -> ps.Config:
+    return config.model_copy(update={"disk": ps.Disk(config.disk.directory, durable=True, **more)})
+
+
+def step_of(trainer: Any, batch: tuple[torch.Tensor], step: int) -> list[torch.Tensor]:
+    """Train one step, with random numbers that depend on its number alone."""
+    torch.manual_seed(step)
+    return train(trainer, [batch])
+
+
+def loaded(build: Build, config: ps.Config, folder: Path) -> ps.Engine:
+    """Return an engine of other initial values that has loaded a checkpoint."""
+    torch.manual_seed(1)
+    hooks = {"meter": ps.testing.NoMeter(), "poison": True, "page_bytes": PAGE_BYTES}
+    engine = ps.Engine(build, config, **hooks)
+    engine.load(folder)
+    return engine
 
 
 def least_device_bytes(build: Build, config: ps.Config, batch: tuple[Any, ...]) -> int:

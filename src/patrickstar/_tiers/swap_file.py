@@ -191,7 +191,7 @@ class SwapFile(PageFile):
         label = f"a page of {linked.file.path}"
         with mmap.mmap(-1, round_up(linked.nbytes, BLOCK_BYTES)) as buffer, memoryview(buffer) as memory:
             linked.read(memory, linked.nbytes, label)
-            self.write(offset, memory, linked.nbytes, label)
+            self._store(offset, memory, linked.nbytes, label)
         self.end_write(offset)
 
     def _sync(self) -> None:
@@ -253,13 +253,18 @@ class SwapFile(PageFile):
 
     def write(self, offset: int, buffer: memoryview, nbytes: int, label: str) -> None:
         """Write the first `nbytes` of `buffer` at `offset`. Raises DiskError if the write fails."""
+        self._store(offset, buffer, nbytes, label)
+        with self._lock:
+            self.written_bytes += nbytes
+
+    def _store(self, offset: int, buffer: memoryview, nbytes: int, label: str) -> None:
+        """Write a page at its place, with its hash; it is then in no other file."""
         with self._using("write", offset, nbytes, label):
             place = self._places.of(offset)
             self._sums.pop(place, None)  # a failed write leaves neither the old page nor the new one
             hashed = xxh3_64_intdigest(buffer[:nbytes]) if self.checksums else 0
             self._move("write", place, buffer, nbytes, label)
             with self._lock:
-                self.written_bytes += nbytes
                 if self.checksums:
                     self._sums[place] = nbytes, hashed
                 self._linked.pop(offset, None)
@@ -271,6 +276,7 @@ class SwapFile(PageFile):
             # A descriptor closed while in use could be reused for another file in the middle of a write.
             while self._active_calls:
                 self._idle.wait()
+            self._linked.clear()
             self._close_fd()
 
     @contextmanager
