@@ -30,7 +30,6 @@ from patrickstar._engine.engine import Engine
 from patrickstar._hardware.direct_io import PAGE_BYTES
 from patrickstar._layout.byte_size import format_size
 from patrickstar._perf_model.machine_spec import DiskDrive
-from patrickstar._perf_model.workload import STATE_BYTES
 from patrickstar._tiers.swap_file import SwapFile
 from patrickstar.integrations.transformers._model_builder import parameters_on_meta
 from patrickstar.testing import ReferenceTrainer
@@ -39,6 +38,8 @@ LEARNING_RATE = 1e-4
 SEQUENCE = 256
 HOST_MEMORY, PLAIN_STEPS = "240MiB", 7
 """Host budget, and steps of a run, of the cases with a plain loop beside."""
+TURN_STEPS, TURNS = 5, 6
+"""Steps of a turn, and turns, with checkpoints of each step and without."""
 READ, WRITTEN, STALL = "disk_read_bytes", "disk_write_bytes", "stall_s"
 """Names of a step's statistics."""
 BOUND_DEVICE = "1450MiB"
@@ -66,6 +67,7 @@ def run(
     packed: bool = False,
     rate: float | None = None,
     saves: bool = False,
+    turns: int = 0,
     resumes: bool = False,
 ) -> dict[str, Any]:
     """Train in this process and return the measurements. `side`: "plain", "memory" or "disk".
@@ -73,7 +75,10 @@ def run(
     Args:
         rate: Bytes per second that the drive reads, and writes, at most; None: what it can.
         saves: Save a checkpoint of each step that refers to pages on disk.
-        resumes: Load the newest one first; `load_s` are the seconds for it.
+        turns: After the steps, take TURN_STEPS with such checkpoints and as many without, so often by turns; `turns`
+            are the seconds of both, without the first step of each.
+        resumes: Load the newest one first. `load_s` are the seconds for it, `engine_s` those for the engine, and
+            `held` the bytes of chunks in memory then.
     """
     if rate is not None:
         slow_down(rate)
@@ -93,14 +98,18 @@ def run(
             disk=None if side == "memory" else ps.Disk(directory=directory, packed=packed, durable=saves),
             optimizer=ps.AdamW(lr=LEARNING_RATE, weight_decay=0.01),
         )
+        started = time.perf_counter()
         trainer = Engine(built, config, weights=partial(pattern, built))
+        engine_s = time.perf_counter() - started
     result: dict[str, Any] = {"seconds": [], "losses": [], "stats": []}
     checkpoints = ps.Checkpoints(directory / "steps", keep=1)
     if resumes:
-        result["load_s"] = seconds_of(lambda: checkpoints.load(trainer))
+        result |= {"load_s": seconds_of(lambda: checkpoints.load(trainer)), "engine_s": engine_s}
+        found = trainer.inspect()
+        result["held"] = found.device.chunk_bytes + found.host.chunk_bytes
     update = {"update": True} if max_norm is None and side != "plain" else {}
 
-    def step() -> None:
+    def step(saves: bool = saves) -> None:
         result["losses"].append(train_step(trainer, ids, max_norm=max_norm, **update).item())
         if saves:
             checkpoints.save(trainer, len(result["losses"]), wait=False)
@@ -109,6 +118,13 @@ def run(
         result["seconds"].append(seconds_of(step))
         if side != "plain":
             result["stats"].append(trainer.stats.last)
+    result["turns"] = []
+    for _ in range(turns):
+        both = []
+        for saving in (True, False):
+            both.append(sum([seconds_of(partial(step, saving)) for _ in range(TURN_STEPS)][1:]))
+            trainer.finish_saving()
+        result["turns"].append(both)
     if saves:
         trainer.finish_saving()
         newest = checkpoints.newest()
@@ -237,38 +253,45 @@ def packed(given: argparse.Namespace) -> None:
 
 def durable(given: argparse.Namespace) -> None:
     """Compare steps of which each has a checkpoint with steps without, by turns, and restart from the last one."""
-    work = {"model": "355m", "batch": 2, "steps": PLAIN_STEPS, "device_memory": "1700MiB", "host_memory": HOST_MEMORY}
-    rounds, loads = [], []
+    work = {"model": "355m", "batch": 2, "device_memory": "1700MiB", "host_memory": HOST_MEMORY, "max_norm": 1.0}
+    base = in_a_process(given, "disk", **work, steps=PLAIN_STEPS)
+    ours = in_a_process(given, "disk", **work, steps=PLAIN_STEPS, saves=True, turns=TURNS)
+    assert base["losses"] == ours["losses"][:PLAIN_STEPS], "checkpoints have changed a bit"
+    restarts = []
     for _ in range(given.rounds):
-        rounds.append([in_a_process(given, "disk", **work, max_norm=1.0, saves=saves) for saves in (False, True)])
-        restart = in_a_process(given, "disk", **work | {"steps": 1}, max_norm=1.0, saves=True, resumes=True)
-        loads.append(restart["load_s"])
-        shutil.rmtree(given.directory / "steps")
-    base, ours = rounds[-1]
-    assert base["losses"] == ours["losses"], "checkpoints have changed a bit"
-    ratios = sorted(steady(saving) / steady(without) for without, saving in rounds)
+        restarts.append(in_a_process(given, "disk", **work, steps=1, saves=True, resumes=True))
+        drive = measure_disk(given.directory)
+        restarts[-1]["reading_s"] = restarts[-1]["held"] / drive.read
+    shutil.rmtree(given.directory / "steps")
+    ratios = sorted(saving / without for saving, without in ours["turns"])
+    saving_s, without_s = (median(each) / (TURN_STEPS - 1) for each in zip(*ours["turns"], strict=True))
     written = [steady(each, WRITTEN) for each in (base, ours)]
-    drive = measure_disk(given.directory)
+    load_s, engine_s, reading_s = (
+        median(each[key] for each in restarts) for key in ("load_s", "engine_s", "reading_s")
+    )
     row = {
-        "step": f"{median(steady(each) for each, _ in rounds):.2f} s",
-        "with checkpoints": f"{median(steady(each) for _, each in rounds):.2f} s",
-        "ratio (range)": f"{median(ratios):.2f} ({ratios[0]:.2f} - {ratios[-1]:.2f})",
+        "step": f"{without_s:.2f} s",
+        "with checkpoints": f"{saving_s:.2f} s",
+        "ratio (range)": f"{median(ratios):.3f} ({ratios[0]:.2f} - {ratios[-1]:.2f})",
         "limit": "1.03",
         "written per step": format_size(int(written[0])),
         "with checkpoints, to the swap file": format_size(int(written[1])),
         "beside it": format_size(ours["copied"]),
         "ratio of bytes": f"{(written[1] + ours['copied']) / written[0]:.3f}",
-        "file": f"{format_size(ours['file'])} of {format_size(int(ours['stats'][-1].disk_bytes))} stored",
-        "load": f"{median(loads):.1f} s",
-        "reading alone": f"{STATE_BYTES * ours['numel'] / drive.read:.1f} s",
+        "load": f"{load_s:.2f} s",
+        "reading what memory holds": f"{reading_s:.2f} s ({format_size(restarts[-1]['held'])})",
+        "load / reading": f"{load_s / reading_s:.2f} (limit 1.5)",
+        "engine before it": f"{engine_s:.1f} s",
     }
     publish(
         "disk_training_durable",
         f"GPT-2 355M, 2 x {SEQUENCE} tokens, bf16, clipped, device budget 1700 MiB, host budget {HOST_MEMORY}, the "
-        f"rest on disk: without checkpoints, and with one of each step that refers to pages on disk "
-        f"(`ps.Disk(durable=True)`, `ps.Checkpoints(keep=1)`, in the background), by turns, with equal losses. Medians "
-        f"of steps 4 to {PLAIN_STEPS}, then of {given.rounds} rounds. Load: of the last checkpoint, in a new process, "
-        f"which copies the states to its own swap file; beside it the time to read them at the drive's rate.",
+        f"rest on disk: steps without checkpoints, and with one of each step that refers to pages on disk "
+        f"(`ps.Disk(durable=True)`, `ps.Checkpoints(keep=1)`, in the background), {TURN_STEPS} and {TURN_STEPS} by "
+        f"turns in one engine, {TURNS} times; the first step of each turn is not counted. Losses equal those of a run "
+        f"without `durable`, whose bytes are compared. Load: of the last checkpoint, in a new process, whose engine "
+        f"reads pages where they are; beside it the time to read the bytes of chunks in memory at the drive's rate, "
+        f"and the time to create the engine, with initial values. Medians of {given.rounds} restarts.",
         [row],
     )
 

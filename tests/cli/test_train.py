@@ -105,15 +105,36 @@ def test_delayed_updates_show_after_one_more_step() -> None:
     trained("--steps", 4, "--delay-from", 0, "--accumulation", 3)
 
 
+ON_DISK = ("--disk", ".", "--device-memory", "40MiB", "--host-memory", "24MiB", "--precision", "fp32")
+
+
 def test_lock_free_updates_are_replayed() -> None:
-    on_disk = ["--disk", ".", "--device-memory", "40MiB", "--host-memory", "24MiB", "--precision", "fp32"]
     lock_free = ["--lock-free-from", 2, "--max-staleness", 2, "--update-log", "updates.jsonl"]
-    recorded = losses_of("--steps", 6, *on_disk, *lock_free)
+    recorded = losses_of("--steps", 6, *ON_DISK, *lock_free)
     assert '"step":' in Path("updates.jsonl").read_text()
-    assert losses_of("--steps", 6, *on_disk, "--replay", "updates.jsonl") == recorded
+    assert losses_of("--steps", 6, *ON_DISK, "--replay", "updates.jsonl") == recorded
     in_memory = ["--precision", "fp32", "--replay", "updates.jsonl"]
     assert losses_of("--steps", 6, *in_memory) == recorded
     assert_refused(train("--steps", 7, *in_memory), "ends with step 6: use --steps 6 or less instead of 7")
+
+
+def test_a_durable_run_saves_as_often_as_costs_little_and_continues() -> None:
+    Path("pages").mkdir()
+    undisturbed = losses_of("--steps", 5, *ON_DISK)
+    result = trained("--warmup-steps", 2, "--steps", 3, *ON_DISK, "--durable", "--disk", "pages")
+    assert (
+        "\ncheckpoints     after each step; a crash loses the step that runs, and at most the one before"
+        in result.stdout
+    )
+    assert [path.name for path in Path("pages/steps").iterdir()] == ["step-3"]
+    assert (Path("pages/steps/step-3") / "rank-00000.chunks").exists()
+    losses_of("--steps", 5, *ON_DISK, "--durable", "--disk", "pages", "--resume", "pages/steps")
+    assert losses() == undisturbed
+    result = trained("--steps", 3, "--disk", "pages", "--durable", "--save-to", "in-memory")
+    assert (
+        "after every 34 steps: a checkpoint writes the states in memory again, which is so at most 3 %" in result.stdout
+    )
+    assert [path.name for path in Path("in-memory").iterdir()] == ["step-3"]
 
 
 @pytest.mark.parametrize(

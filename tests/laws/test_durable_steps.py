@@ -251,6 +251,25 @@ def test_a_step_writes_states_once_and_the_file_has_two_versions(tmp_path):
     assert written[True][1] == 2 * written[False][1]
 
 
+def test_checkpoints_are_as_frequent_as_states_in_memory_allow(tmp_path):
+    """Between two of them steps write so much that what these write again is a small share."""
+    frequencies = []
+    for share in (0.0, 0.5, 0.8):
+        room = tiers.Room(host_share=share)
+        config = on_disk(tiers.blocks, options("bf16"), tmp_path, tiers.inputs(1)[0], room)
+        with small_engine(tiers.blocks, durable(config)) as engine:
+            found = engine.inspect()
+            numels = {tier: 0 for tier in ("device", "host", "disk")}
+            for param in found.parameters:
+                numels[param.optimizer_tier] += param.numel
+            in_memory = numels["device"] + numels["host"]
+            frequencies.append(found.durable_every)
+            assert found.durable_every == pytest.approx(max(1, in_memory / (0.03 * numels["disk"])), rel=0.3, abs=1)
+    assert frequencies[0] == 1 < frequencies[1] < frequencies[2]
+    with small_engine(tiers.blocks, with_budgets(config, None, None)) as engine:
+        assert engine.inspect().durable_every == 34
+
+
 def test_a_renamed_checkpoint_stays_valid_and_a_deleted_one_frees_its_pages(tmp_path):
     config = on_disk(tiers.blocks, options("bf16"), tmp_path, tiers.inputs(1)[0], tiers.Room())
     with small_engine(tiers.blocks, durable(config), speculates=False) as engine:

@@ -52,7 +52,7 @@ def plain_state(config: ps.Config, folder: Path) -> ps.Engine:
     st.booleans(),
     st.booleans(),
     st.integers(0, 2**31),
-    fast=8,
+    fast=4,
 )
 def test_restarts_at_any_step_change_no_bit(tmp_path_factory, shape, chunk_size, precision, room, packed, waits, seed):
     """Each run may save at once, and deletes the checkpoint whose pages it reads."""

@@ -40,12 +40,12 @@ class ShardLoadPlanner(LoadPlanner):
     """Requests this process's shards from torch.distributed.checkpoint and stores what was read.
 
     tensors: plain tensors to fill, by name. Chunks in memory are filled in place. Data on disk, or not row-major, is
-    buffered piece by piece; but nothing is requested for `adopted` chunks.
+    buffered piece by piece; but nothing is requested for `linked` chunks.
     """
 
-    def __init__(self, data: LocalShards, tensors: dict[str, torch.Tensor], adopted: Container[Chunk]) -> None:
+    def __init__(self, data: LocalShards, tensors: dict[str, torch.Tensor], linked: Container[Chunk]) -> None:
         self.data = data
-        self.adopted = adopted
+        self.linked = linked
         self.tensors = tensors
         self._targets: dict[tuple[str, tuple[int, ...]], _Target] = {}
         self._metadata: dict[str, TensorStorageMetadata] = {}
@@ -146,7 +146,7 @@ class ShardLoadPlanner(LoadPlanner):
             for managed in managed_params:
                 for kind in saved_kinds(managed):
                     chunk = self.data.manager[list_kind(managed, kind), managed.location.chunk]
-                    if chunk in self.adopted:
+                    if chunk in self.linked:
                         continue
                     # Read one page at a time if the chunk is not in memory.
                     length = managed.location.numel if chunk.in_memory else PAGE_BYTES // chunk.dtype.itemsize

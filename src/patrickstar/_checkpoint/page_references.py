@@ -81,6 +81,12 @@ def can_refer(disk: DiskTier | None, folder: Path) -> bool:
     return False
 
 
+def copied_bytes(shards: Sequence[TensorShard], data: LocalShards, folder: Path) -> int:
+    """Return the bytes that a checkpoint in a folder has to write, besides pages that it refers to."""
+    refers = can_refer(data.manager.disk_tier, folder)
+    return sum(shard.nbytes for shard in shards if not refers or _chunk_on_disk(shard, data) is None)
+
+
 @cache  # once per directory
 def _warn_of_copies(directory: str) -> None:
     warnings.warn(

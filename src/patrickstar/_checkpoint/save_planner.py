@@ -82,6 +82,10 @@ class TensorShard:
         return None if self.stored is None else self.stored.managed
 
     @property
+    def nbytes(self) -> int:
+        return self.box.numel * self.dtype.itemsize
+
+    @property
     def index(self) -> MetadataIndex:
         return MetadataIndex(self.name, None if self.plain is not None else self.box.offsets)
 

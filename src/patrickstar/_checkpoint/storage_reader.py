@@ -33,7 +33,7 @@ from patrickstar.errors import CheckpointError
 
 
 @dataclass(frozen=True)
-class Source:
+class BoxSource:
     """Contiguous elements of a box in a file."""
 
     file: int
@@ -106,7 +106,7 @@ class CheckpointReader(StorageReader):
         self._verified_page: tuple[int, int] | None = None
         self._page = bytearray()
         self._sources = {
-            MetadataIndex(name, None if tensor.plain else part.offsets): Source(
+            MetadataIndex(name, None if tensor.plain else part.offsets): BoxSource(
                 part.file, part.at, getattr(torch, tensor.dtype), tuple(part.sizes)
             )
             for name, tensor in self.manifest.tensors.items()
@@ -183,7 +183,7 @@ class CheckpointReader(StorageReader):
         """Return the path of a file."""
         return self.folder / self.manifest.files[number].name
 
-    def source(self, name: str, box: Box) -> Source | None:
+    def source(self, name: str, box: Box) -> BoxSource | None:
         """Return where a box of a tensor is, None if it was not saved as one box."""
         source = self._sources.get(MetadataIndex(name, box.offsets))
         return source if source is not None and source.sizes == box.sizes else None
@@ -198,7 +198,7 @@ class CheckpointReader(StorageReader):
 
     # Internals
 
-    def _bytes(self, source: Source) -> bytes:
+    def _bytes(self, source: BoxSource) -> bytes:
         return self._read(source, 0, prod(source.sizes)).numpy().tobytes()
 
     def _file_offset(self, item: ReadItem) -> tuple[int, int]:
@@ -221,7 +221,7 @@ class CheckpointReader(StorageReader):
         pages = self._pages[source.file]
         return [(source.file, page) for page in range(pages.number(begin), pages.number(stop - 1) + 1)]
 
-    def _fill(self, target: torch.Tensor, source: Source, first: int, strides: tuple[int, ...]) -> None:
+    def _fill(self, target: torch.Tensor, source: BoxSource, first: int, strides: tuple[int, ...]) -> None:
         """Fill a tensor from a box, beginning at element `first`, with the given strides in the box."""
         if not target.numel():
             return
@@ -238,12 +238,12 @@ class CheckpointReader(StorageReader):
         for row in range(target.shape[0]):
             self._fill(target[row], source, first + row * strides[0], strides[1:])
 
-    def _read(self, source: Source, first: int, numel: int) -> torch.Tensor:
+    def _read(self, source: BoxSource, first: int, numel: int) -> torch.Tensor:
         values = torch.empty(numel * source.dtype.itemsize, dtype=torch.uint8, device="cpu")
         self._copy(values, source, first)
         return values.view(source.dtype)
 
-    def _copy(self, target: torch.Tensor, source: Source, first: int) -> None:
+    def _copy(self, target: torch.Tensor, source: BoxSource, first: int) -> None:
         """Fill a uint8 tensor with bytes of a box, beginning at element `first`."""
         offset, done, pages = source.offset + first * source.dtype.itemsize, 0, self._pages[source.file]
         while done < target.numel():
@@ -312,13 +312,13 @@ def narrowed(whole: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) 
     return whole
 
 
-def _within(item: ReadItem, source: Source) -> tuple[int, tuple[int, ...]]:
+def _within(item: ReadItem, source: BoxSource) -> tuple[int, tuple[int, ...]]:
     """Return the first requested element within the stored box, and the strides of the box."""
     strides = _strides(source)
     return sum(o * s for o, s in zip(item.storage_offsets, strides, strict=True)), strides
 
 
-def _strides(source: Source) -> tuple[int, ...]:
+def _strides(source: BoxSource) -> tuple[int, ...]:
     strides, step = [], 1
     for size in reversed(source.sizes):
         strides.append(step)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from patrickstar._checkpoint import dcp_calls, json_codec
 from patrickstar._checkpoint.async_save import AsyncSave
 from patrickstar._checkpoint.direct_writer import PAGES
+from patrickstar._checkpoint.linked_chunks import LinkedChunks
 from patrickstar._checkpoint.load_planner import ShardLoadPlanner
 from patrickstar._checkpoint.metadata import (
     COMMON,
@@ -25,8 +26,7 @@ from patrickstar._checkpoint.metadata import (
     read_rank,
     restore_random_states,
 )
-from patrickstar._checkpoint.page_adoption import PageAdoption
-from patrickstar._checkpoint.page_references import can_refer
+from patrickstar._checkpoint.page_references import can_refer, copied_bytes
 from patrickstar._checkpoint.save_planner import (
     TensorShard,
     checksum,
@@ -118,7 +118,7 @@ class EngineCheckpoint:
 
     def _start(self, target: Path, pieces: Sequence[TensorShard], done: Callable[[], None] | None) -> None:
         """Start the save of these pieces."""
-        core, page_bytes = self.core, self._reserve_pages()
+        core, page_bytes = self.core, self._reserve_pages(copied_bytes(pieces, self.core.shards, target))
         group = core.world.checkpoints
         saving = AsyncSave(target, pieces, core.shards, group, page_bytes=page_bytes, done=done)
         core.background_save.saving = saving
@@ -165,15 +165,16 @@ class EngineCheckpoint:
                     f"ps.initialize: undo the change of the model, or use engine.state_dict(), which has today's names"
                 )
 
-    def _reserve_pages(self) -> int:
+    def _reserve_pages(self, nbytes: int) -> int:
         """Reserve host memory for the pages in flight and return the page size in bytes.
 
-        The pages together take two chunks at most, or less if the host has less memory. If even the smallest pages,
-        36 KiB together, exceed the host budget, they are not counted in it.
+        The pages together take two chunks at most, or less if the host has less memory or no process writes as many
+        bytes. If even the smallest pages, 36 KiB together, exceed the host budget, they are not counted in it.
         """
         core, manager = self.core, self.core.manager
         largest = max(chunk.compute_bytes // max(1, len(chunk.shard_bounds) - 1) for chunk in core.layout.chunks)
-        page_bytes = min(PAGE_BYTES, max(1, 2 * largest // PAGES // BLOCK_BYTES) * BLOCK_BYTES)
+        nbytes = min(2 * largest, max(core.world.all_gather_object(nbytes)))
+        page_bytes = min(PAGE_BYTES, max(1, nbytes // PAGES // BLOCK_BYTES) * BLOCK_BYTES)
         while not manager.free_host(page_bytes * PAGES) and page_bytes > BLOCK_BYTES:
             page_bytes = max(1, page_bytes // 2 // BLOCK_BYTES) * BLOCK_BYTES
         core.shards.update_param_views()
@@ -270,10 +271,10 @@ class EngineCheckpoint:
                 group: dist.ProcessGroup | None = core.world.checkpoints
                 try:
                     with explain_peer_failure(self.core.world):
-                        adoption = PageAdoption(reader, shards)
-                        planner = ShardLoadPlanner(shards, self._targets(reader, source), adoption.chunks)
+                        linked = LinkedChunks(reader, shards)
+                        planner = ShardLoadPlanner(shards, self._targets(reader, source), linked.chunks)
                         dcp_calls.load(reader, planner, group)
-                        adoption.apply()
+                        linked.apply()
                     self._restore(reader, common, planner.holds_delayed)
                 except CheckpointError as caught:
                     error = caught  # raised in every process

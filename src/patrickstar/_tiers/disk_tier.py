@@ -153,14 +153,14 @@ class DiskTier:
         offset = chunk.disk.offset
         return [(offset + first, nbytes) for first, nbytes in pages(chunk.nbytes, self.page_bytes_of(chunk))]
 
-    def adopt(self, chunk: Chunk, linked: Sequence[LinkedPage | None]) -> None:
+    def link(self, chunk: Chunk, linked: Sequence[LinkedPage | None]) -> None:
         """Let a chunk on the disk have the pages of a checkpoint; None: zeros. See [Note: linked pages]."""
         pages = {}
         for (offset, _), page in zip(self.pages_of(chunk), linked, strict=True):
             self._written.pop(offset, None)
             if page is not None:
                 self._written[offset], pages[offset] = page.nbytes, page
-        self.file.adopt(pages)
+        self.file.link(pages)
         chunk.version += 1
 
     def is_written(self, offset: int) -> bool:

@@ -145,16 +145,19 @@ class SwapFile(PageFile):
                     self._announce(offset, nbytes, "a page of the checkpoint that was loaded")
             return self._places.hold(pages, folder)
 
-    def can_adopt(self, path: Path) -> bool:
-        """Return whether pages can be read from a checkpoint's link to another file on this file system."""
+    def can_link(self, path: Path) -> bool:
+        """Return whether pages can be read from a checkpoint's link: to another file, on this file system.
+
+        The kernel may refuse further links to files of other users that are read-only.
+        """
         other, own = path.stat(), os.fstat(self._fd)
-        return other.st_dev == own.st_dev and other.st_ino != own.st_ino
+        return other.st_dev == own.st_dev and other.st_ino != own.st_ino and os.access(path, os.R_OK | os.W_OK)
 
     def open_linked(self, path: Path) -> LinkedFile:
         """Open a checkpoint's link to another file. Raises DiskError."""
         return LinkedFile(path, self.directory, direct=self.direct)
 
-    def adopt(self, pages: Mapping[int, LinkedPage]) -> None:
+    def link(self, pages: Mapping[int, LinkedPage]) -> None:
         """Let pages, by offset, have the content of pages in a checkpoint's file until they are written."""
         with self._lock:
             self._linked.update(pages)

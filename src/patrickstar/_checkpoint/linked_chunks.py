@@ -13,7 +13,7 @@ from patrickstar._tiers.disk_tier import DiskTier
 from patrickstar._tiers.linked_file import LinkedFile, LinkedPage
 
 
-class PageAdoption:
+class LinkedChunks:
     """Chunks whose pages a checkpoint has in a linked file on the swap file's file system. See [Note: linked pages].
 
     Attributes:
@@ -25,7 +25,7 @@ class PageAdoption:
         self._disk, self._reader, self._data = data.manager.disk_tier, reader, data
         if self._disk is None:
             return
-        files = {number for number in reader.linked_files if self._disk.file.can_adopt(reader.path(number))}
+        files = {number for number in reader.linked_files if self._disk.file.can_link(reader.path(number))}
         for index, managed_params in data.by_chunk.items() if files else ():
             for kind in saved_kinds(managed_params[0]):
                 chunk = data.manager[list_kind(managed_params[0], kind), index]
@@ -63,4 +63,4 @@ class PageAdoption:
                 None if place == ZEROS else LinkedPage(files[pages.file], place, stored, int(checksum, 16))
                 for place, stored, checksum in pages.table
             ]
-            self._disk.adopt(chunk, linked)
+            self._disk.link(chunk, linked)
