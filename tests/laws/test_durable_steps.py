@@ -254,7 +254,7 @@ def test_a_step_writes_states_once_and_the_file_has_two_versions(tmp_path):
 def test_checkpoints_are_as_frequent_as_states_in_memory_allow(tmp_path):
     """Between two of them steps write so much that what these write again is a small share."""
     frequencies = []
-    for share in (0.0, 0.5, 0.8):
+    for share in (0.0, 0.95):
         room = tiers.Room(host_share=share)
         config = on_disk(tiers.blocks, options("bf16"), tmp_path, tiers.inputs(1)[0], room)
         with small_engine(tiers.blocks, durable(config)) as engine:
@@ -262,10 +262,10 @@ def test_checkpoints_are_as_frequent_as_states_in_memory_allow(tmp_path):
             numels = {tier: 0 for tier in ("device", "host", "disk")}
             for param in found.parameters:
                 numels[param.optimizer_tier] += param.numel
-            in_memory = numels["device"] + numels["host"]
+            expected = (numels["device"] + numels["host"]) / (0.03 * numels["disk"])
             frequencies.append(found.durable_every)
-            assert found.durable_every == pytest.approx(max(1, in_memory / (0.03 * numels["disk"])), rel=0.3, abs=1)
-    assert frequencies[0] == 1 < frequencies[1] < frequencies[2]
+            assert found.durable_every == pytest.approx(max(1, expected), rel=0.3, abs=1)
+    assert frequencies[0] == 1 < frequencies[1]
     with small_engine(tiers.blocks, with_budgets(config, None, None)) as engine:
         assert engine.inspect().durable_every == 34
 

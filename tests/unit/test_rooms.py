@@ -12,7 +12,7 @@ MOST_LINES = {
     "_autograd": 3390,
     "_checkpoint": 2928,
     "_chunks": 1718,
-    "_cli": 2417,
+    "_cli": 2433,
     "_distributed": 2442,
     "_dry_run": 3659,
     "_engine": 4091,

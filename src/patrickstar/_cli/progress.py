@@ -77,6 +77,11 @@ class Progress:
         elif not self._quiet:
             print_text(self._console, "  ".join((self._step(record.step), *figures, left)))
 
+    def note(self, name: str, text: str) -> None:
+        """Print a name and a text above the live display, or as a new line."""
+        if not self._quiet:
+            print_row(self._console, name, text)
+
     def _draw(self, live: Live, step: int, left: str, figures: str) -> None:
         bar = Table.grid(padding=(0, 1))
         bar.add_row(self._step(step), ProgressBar(self._steps, step, width=BAR_WIDTH), left)

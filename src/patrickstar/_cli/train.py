@@ -108,10 +108,6 @@ def train(options: TrainOptions, console: Console) -> Summary | None:
             torch.manual_seed(options.seed + engine.data_rank)  # dropout differs between batches, not within one
         try:
             metadata = None
-            if options.durable and not options.save_every:
-                resume = replace(resume, every=max(world.all_gather_object(engine.inspect().durable_every)))
-                if not options.quiet:
-                    print_row(console, "checkpoints", _durable_text(resume.every))
             if resume.every:
                 metadata = RunMetadata.of(options, source, engine.module, corpus, resume.agents)
             run = _TrainingRun(options, source, engine, batches, resume, metadata, limit)
@@ -217,6 +213,8 @@ class _TrainingRun:
         factor = partial(learning_rate_factor, warmup_steps=options.warmup_steps, steps=options.steps)
         self.scheduler = LambdaLR(engine.optimizer, factor)
         self._saved = 0
+        self._durable_every: int | None = None
+        """Steps between checkpoints of a durable run, None if they are given."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of completed steps and the metadata to rebuild the model."""
@@ -239,11 +237,22 @@ class _TrainingRun:
         if self._limit.minutes is not None and self.step < self.options.steps:
             self.out_of_time = self.engine.average(self._limit.is_due(step_s)) > 0
 
+    def note_placement(self) -> int | None:
+        """Set the steps between checkpoints of a durable run from where states are; return them if they change."""
+        if not self.options.durable or self.options.save_every:
+            return None
+        before, self._durable_every = self._durable_every, self.engine.inspect().durable_every
+        self._durable_every = max(self.engine.world.all_gather_object(self._durable_every))
+        return self._durable_every if self._durable_every != before else None
+
     def save_if_due(self) -> None:
         """Write a checkpoint if one is due: in the background, except after the last step."""
         last = self.step == self.options.steps or self.out_of_time
         checkpoints, every = self._resume.checkpoints, self._resume.every
-        if checkpoints is not None and (self.step % every == 0 or last) and self.step > self._saved:
+        if checkpoints is None:
+            return
+        due = self.step % every == 0 if self._durable_every is None else self.step >= self._saved + self._durable_every
+        if (due or last) and self.step > self._saved:
             self.lost = not checkpoints.save(self.engine, self.step, self._state, wait=last)
             self._saved = self.step
 
@@ -276,6 +285,8 @@ def _training_loop(
                 records.append(record)
             progress.show(record)
             run.note_time(record.elapsed_s)
+            if (every := run.note_placement()) is not None:
+                progress.note("checkpoints", _durable_text(every))
             run.save_if_due()
     except KeyboardInterrupt:
         if not records:
