@@ -270,6 +270,25 @@ def test_checkpoints_are_as_frequent_as_states_in_memory_allow(tmp_path):
         assert engine.inspect().durable_every == 34
 
 
+def test_an_engine_that_closes_leaves_the_disk_space_of_its_checkpoints_alone(tmp_path):
+    config = on_disk(tiers.blocks, options("bf16"), tmp_path, tiers.inputs(1)[0], tiers.Room())
+    engine = small_engine(tiers.blocks, durable(config))
+    for step in range(1, 5):
+        train(engine, tiers.inputs(1))
+        engine.save(tmp_path / f"step-{step}")
+    shutil.rmtree(tmp_path / "step-1")
+    folders = [tmp_path / f"step-{step}" for step in (2, 3, 4)]
+    expected = [contents(folder) for folder in folders]
+    file = manager_of(engine).disk_tier.file
+    used_bytes = 512 * os.fstat(file._fd).st_blocks
+    engine.close()
+    status = (folders[0] / LINKED).stat()
+    states = 12 * sum(param.numel() for param in tiers.blocks().parameters())
+    assert 3 * states <= 512 * status.st_blocks < min(3.6 * states, used_bytes) < status.st_size
+    for folder, tensors in zip(folders, expected, strict=True):
+        assert all(contents(folder)[name].equal(value) for name, value in tensors.items())
+
+
 def test_a_renamed_checkpoint_stays_valid_and_a_deleted_one_frees_its_pages(tmp_path):
     config = on_disk(tiers.blocks, options("bf16"), tmp_path, tiers.inputs(1)[0], tiers.Room())
     with small_engine(tiers.blocks, durable(config), speculates=False) as engine:

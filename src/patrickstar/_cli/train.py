@@ -102,7 +102,7 @@ def train(options: TrainOptions, console: Console) -> Summary | None:
             tokens, options.sequence, options.batch, options.seed, parallelism.data_rank, parallelism.sizes.data
         )
         torch.manual_seed(options.seed)
-        model, weights = source.open()
+        model, weights = source.open() if resume.resumed is None else source.open_empty()
         engine = create_engine(parallelism.divide(model), config, weights, world, parallelism.mesh)
         if engine.data_rank:
             torch.manual_seed(options.seed + engine.data_rank)  # dropout differs between batches, not within one

@@ -1,5 +1,6 @@
 """Direct I/O between files and buffers, for the swap file and checkpoints."""
 
+import ctypes
 import errno
 import fcntl
 import mmap
@@ -14,6 +15,9 @@ FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 """Errors of a full disk."""
 _REFUSED = {errno.EINVAL, errno.EOPNOTSUPP}
 """Errors of a file system that lacks a feature."""
+
+_PUNCH_HOLE_AND_KEEP_SIZE = 3
+"""Flags of fallocate(2), which Python's library lacks."""
 
 Call = Callable[[int, Sequence[memoryview | mmap.mmap], int], int]
 """`os.preadv` or `os.pwritev`."""
@@ -51,6 +55,12 @@ def reserve(fd: int, start: int, nbytes: int) -> bool:
             raise
         return False
     return True
+
+
+def punch_hole(fd: int, start: int, nbytes: int) -> bool:
+    """Free the disk space of a part of a file, which then reads as zeros; return False if that is refused."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    return not libc.fallocate(fd, _PUNCH_HOLE_AND_KEEP_SIZE, ctypes.c_int64(start), ctypes.c_int64(nbytes))
 
 
 def transfer_all(call: Call, fd: int, buffer: memoryview, offset: int, unit: int = 1) -> int:

@@ -52,6 +52,12 @@ class ModelSource:
         model = self.on_meta()
         return model, FolderWeights(self.folder, model)
 
+    def open_empty(self) -> tuple[nn.Module, Callable[[str], torch.Tensor]]:
+        """Return them for a model that a checkpoint fills: no parameter is initialized or read, all are zeros."""
+        model = self.on_meta()
+        params = dict(model.named_parameters(remove_duplicate=False))
+        return model, lambda name: torch.zeros_like(params[name], device="cpu")
+
     def to_meta(self) -> Callable[[], nn.Module]:
         """Return a function that builds the model on the meta device, without reading its weights."""
         if self.folder is None:

@@ -1,9 +1,12 @@
 """Places of pages in a swap file whose pages checkpoints refer to."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from patrickstar._hardware.direct_io import BLOCK_BYTES
+from patrickstar._hardware.vm_pool import round_up
 
 # [Note: pages of checkpoints]
 # A checkpoint by reference has a link to the swap file, and a list of the pages there that hold its states. So these
@@ -93,6 +96,17 @@ class PagePlaces:
                 del self._holders[page.place]
                 if self.of(page.offset) != page.place:
                     self._free.setdefault(page.nbytes, []).append(page.place)
+
+    def gaps(self, nbytes: int) -> Iterator[tuple[int, int]]:
+        """Yield offset and bytes of each part of a file of `nbytes` that no checkpoint refers to."""
+        held = {page.place: page.nbytes for checkpoint in self._checkpoints for page in checkpoint.pages}
+        end = 0
+        for place, length in sorted(held.items()):
+            if place > end:
+                yield end, place - end
+            end = place + round_up(length, BLOCK_BYTES)
+        if nbytes > end:
+            yield end, nbytes - end
 
     def release_deleted(self, links: int) -> None:
         """Release the pages of checkpoints that no longer exist.

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from xxhash import xxh3_64_intdigest
 
-from patrickstar._hardware.direct_io import BLOCK_BYTES, FULL, PAGE_BYTES, free_bytes, reserve, try_direct
+from patrickstar._hardware.direct_io import BLOCK_BYTES, FULL, PAGE_BYTES, free_bytes, punch_hole, reserve, try_direct
 from patrickstar._hardware.vm_pool import round_up
 from patrickstar._layout.byte_size import format_size
 from patrickstar._tiers.hidden_names import PREFIX, SUFFIX, close, remove_unlocked
@@ -280,7 +280,16 @@ class SwapFile(PageFile):
             while self._active_calls:
                 self._idle.wait()
             self._linked.clear()
+            self._free_gaps()
             self._close_fd()
+
+    def _free_gaps(self) -> None:
+        """Free the disk space of what no checkpoint refers to, in a file that checkpoints keep."""
+        if self.durable and self._close_fd.alive:
+            self._places.release_deleted(self._links())
+            if 0 < self._links() == len(self._places.folders):
+                for gap in self._places.gaps(self.nbytes):
+                    punch_hole(self._fd, *gap)
 
     @contextmanager
     def _using(self, operation: str, offset: int, nbytes: int, label: str) -> Iterator[None]:
