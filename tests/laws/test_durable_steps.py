@@ -284,7 +284,7 @@ def test_an_engine_that_closes_leaves_the_disk_space_of_its_checkpoints_alone(tm
     engine.close()
     status = (folders[0] / LINKED).stat()
     states = 12 * sum(param.numel() for param in tiers.blocks().parameters())
-    assert 3 * states <= 512 * status.st_blocks < min(3.6 * states, used_bytes) < status.st_size
+    assert 3 * states <= 512 * status.st_blocks <= used_bytes - states < status.st_size
     for folder, tensors in zip(folders, expected, strict=True):
         assert all(contents(folder)[name].equal(value) for name, value in tensors.items())
 
