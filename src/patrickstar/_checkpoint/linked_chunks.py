@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from patrickstar._checkpoint.manifest import ZEROS
 from patrickstar._checkpoint.save_planner import list_kind, name_of, saved_kinds
 from patrickstar._checkpoint.shard_box import boxes_in
-from patrickstar._checkpoint.storage_reader import CheckpointReader, LinkedPages
+from patrickstar._checkpoint.storage_reader import CheckpointReader
 from patrickstar._params.local_shards import LocalShards
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._tiers.chunk import Chunk
@@ -21,17 +21,18 @@ class LinkedChunks:
     """
 
     def __init__(self, reader: CheckpointReader, data: LocalShards) -> None:
-        self.chunks: dict[Chunk, LinkedPages] = {}
+        self.chunks: dict[Chunk, list[LinkedPage | None]] = {}
         self._disk, self._reader, self._data = data.manager.disk_tier, reader, data
         if self._disk is None:
             return
-        files = {number for number in reader.linked_files if self._disk.file.can_link(reader.path(number))}
+        opened = {number: self._disk.file.open_linked(reader.path(number)) for number in reader.linked_files}
+        files = {number: file for number, file in opened.items() if file is not None}
         for index, managed_params in data.by_chunk.items() if files else ():
             for kind in saved_kinds(managed_params[0]):
                 chunk = data.manager[list_kind(managed_params[0], kind), index]
                 found = set(self._starts(chunk, managed_params, kind))
-                if len(found) == 1 and (start := found.pop()) is not None and start[0] in files:
-                    self._add(self._disk, chunk, *start)
+                if len(found) == 1 and (start := found.pop()) is not None and (file := files.get(start[0])) is not None:
+                    self._add(self._disk, chunk, *start, file)
 
     def _starts(self, chunk: Chunk, managed_params: list[ManagedParam], kind: str) -> Iterator[tuple[int, int] | None]:
         """Yield, for each box in a chunk, the file that has it and the byte where the chunk would begin there."""
@@ -47,20 +48,16 @@ class LinkedChunks:
                     first = managed.location.offset + stored.span.start
                     yield source.file, source.offset - first * chunk.dtype.itemsize
 
-    def _add(self, disk: DiskTier, chunk: Chunk, file: int, at: int) -> None:
-        pages = self._reader.linked_pages(file, at, [nbytes for _, nbytes in disk.pages_of(chunk)])
+    def _add(self, disk: DiskTier, chunk: Chunk, number: int, at: int, file: LinkedFile) -> None:
+        pages = self._reader.linked_pages(number, at, [nbytes for _, nbytes in disk.pages_of(chunk)])
         if pages is not None and (disk.unpacks(chunk) or not pages.packed):
-            self.chunks[chunk] = pages
-
-    def apply(self) -> None:
-        """Let the chunks have these pages. Raises DiskError if a file can't be linked."""
-        files: dict[int, LinkedFile] = {}
-        for chunk, pages in self.chunks.items():
-            assert self._disk is not None
-            if pages.file not in files:
-                files[pages.file] = self._disk.file.open_linked(self._reader.path(pages.file))
-            linked = [
-                None if place == ZEROS else LinkedPage(files[pages.file], place, stored, int(checksum, 16))
+            self.chunks[chunk] = [
+                None if place == ZEROS else LinkedPage(file, place, stored, int(checksum, 16))
                 for place, stored, checksum in pages.table
             ]
-            self._disk.link(chunk, linked)
+
+    def apply(self) -> None:
+        """Let the chunks have these pages."""
+        for chunk, pages in self.chunks.items():
+            assert self._disk is not None
+            self._disk.link(chunk, pages)

@@ -56,7 +56,6 @@ class _Page:
 class LinkedPages:
     """Consecutive pages of a linked file: place, stored bytes and checksum of each; some may be packed."""
 
-    file: int
     table: list[tuple[int, int, str]]
     packed: bool
 
@@ -194,7 +193,7 @@ class CheckpointReader(StorageReader):
             return None
         pages, sums = self._pages[number], self.manifest.files[number].sums
         table = [(pages[page].place, pages[page].stored, sums[page]) for page in span]
-        return LinkedPages(number, table, any(0 < pages[page].stored < pages[page].nbytes for page in span))
+        return LinkedPages(table, any(0 < pages[page].stored < pages[page].nbytes for page in span))
 
     # Internals
 

@@ -6,10 +6,11 @@ import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
+from xxhash import xxh3_64_intdigest
+
 from patrickstar._hardware.direct_io import try_direct
 from patrickstar._tiers.hidden_names import PREFIX, SUFFIX, close
 from patrickstar._tiers.page_file import PageFile
-from patrickstar.errors import DiskError
 
 # [Note: linked pages]
 # A checkpoint by reference has whole chunks as they were on the disk. An engine that loads it, and has the same chunks
@@ -27,7 +28,7 @@ class LinkedFile(PageFile):
         direct: Read with direct I/O where the file system supports it.
 
     Raises:
-        DiskError: The file can't be linked or opened.
+        OSError: The file can't be linked or opened.
     """
 
     title, advice = "the loaded checkpoint's", "resume from an older checkpoint"
@@ -35,13 +36,10 @@ class LinkedFile(PageFile):
     def __init__(self, path: Path, directory: Path, *, direct: bool) -> None:
         self.path = path
         link = directory / f"{PREFIX}{secrets.token_hex(4)}{SUFFIX}"
-        try:
-            os.link(path, link)
-            self._fd = os.open(link, os.O_RDONLY)
-            weakref.finalize(self, close, self._fd, link)
-            self.direct = direct and try_direct(self._fd, os.preadv)
-        except OSError as error:
-            raise DiskError(f"{path} can't be linked to {link}: {error.strerror} (errno {error.errno})") from error
+        self._fd = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, close, self._fd, link)
+        os.link(path, link)
+        self.direct = direct and try_direct(self._fd, os.preadv)
 
 
 @dataclass(frozen=True)
@@ -56,4 +54,8 @@ class LinkedPage:
     def read(self, buffer: memoryview, nbytes: int, label: str) -> None:
         """Read and verify it, as `SwapFile.read` does. Raises DiskError."""
         self.file._move("read", self.place, buffer, nbytes, label)
-        self.file._verify(self.place, buffer, nbytes, label, (self.nbytes, self.hashed))
+        self.verify(xxh3_64_intdigest(buffer[:nbytes]), nbytes, label)
+
+    def verify(self, hashed: int, nbytes: int, label: str) -> None:
+        """Raise DiskError if so many bytes with this hash are not the page."""
+        self.file._verify(self.place, hashed, nbytes, label, (self.nbytes, self.hashed))

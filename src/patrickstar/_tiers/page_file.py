@@ -4,8 +4,6 @@ import os
 from pathlib import Path
 from typing import ClassVar
 
-from xxhash import xxh3_64_intdigest
-
 from patrickstar._hardware.direct_io import BLOCK_BYTES, FULL, transfer_all
 from patrickstar._hardware.vm_pool import round_up
 from patrickstar.errors import DiskError
@@ -38,15 +36,14 @@ class PageFile:
         if not self.direct:
             os.posix_fadvise(self._fd, place, length, os.POSIX_FADV_DONTNEED)
 
-    def _verify(self, place: int, buffer: memoryview, nbytes: int, label: str, stored: tuple[int, int] | None) -> None:
+    def _verify(self, place: int, hashed: int, nbytes: int, label: str, stored: tuple[int, int] | None) -> None:
         """Raise DiskError if the bytes read at a place are not those stored there, of this length and hash."""
         if stored is None:
             raise self._io_error("read", place, nbytes, label, "nothing was written there")
         if stored[0] != nbytes:
             raise self._io_error("read", place, nbytes, label, f"a page of {stored[0]} bytes was written there")
-        actual = xxh3_64_intdigest(buffer[:nbytes])
-        if actual != stored[1]:
-            reason = f"the page is damaged: checksum {stored[1]:016x} expected, {actual:016x} found"
+        if hashed != stored[1]:
+            reason = f"the page is damaged: checksum {stored[1]:016x} expected, {hashed:016x} found"
             raise self._io_error("read", place, nbytes, label, reason)
 
     def _io_error(

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64, xxh3_64_intdigest
 
 from patrickstar._hardware.direct_io import BLOCK_BYTES, FULL, PAGE_BYTES, free_bytes, punch_hole, reserve, try_direct
 from patrickstar._hardware.vm_pool import round_up
@@ -23,6 +23,9 @@ from patrickstar._tiers.linked_file import LinkedFile, LinkedPage
 from patrickstar._tiers.page_file import PageFile
 from patrickstar._tiers.page_places import HeldPage, HeldPages, PagePlaces
 from patrickstar.errors import BudgetError, DiskError
+
+COPY_BYTES = 16 * BLOCK_BYTES
+"""Memory of a copy between files, as little as is not counted in budgets."""
 
 
 class SwapFile(PageFile):
@@ -145,17 +148,17 @@ class SwapFile(PageFile):
                     self._announce(offset, nbytes, "a page of the checkpoint that was loaded")
             return self._places.hold(pages, folder)
 
-    def can_link(self, path: Path) -> bool:
-        """Return whether pages can be read from a checkpoint's link: to another file, on this file system.
+    def open_linked(self, path: Path) -> LinkedFile | None:
+        """Open a checkpoint's link to another file of this file system, None if it is not such, or can't be linked.
 
-        The kernel may refuse further links to files of other users that are read-only.
+        The kernel may refuse further links to the files of other users.
         """
-        other, own = path.stat(), os.fstat(self._fd)
-        return other.st_dev == own.st_dev and other.st_ino != own.st_ino and os.access(path, os.R_OK | os.W_OK)
-
-    def open_linked(self, path: Path) -> LinkedFile:
-        """Open a checkpoint's link to another file. Raises DiskError."""
-        return LinkedFile(path, self.directory, direct=self.direct)
+        try:
+            other, own = path.stat(), os.fstat(self._fd)
+            is_another = other.st_dev == own.st_dev and other.st_ino != own.st_ino
+            return LinkedFile(path, self.directory, direct=self.direct) if is_another else None
+        except OSError:
+            return None
 
     def link(self, pages: Mapping[int, LinkedPage]) -> None:
         """Let pages, by offset, have the content of pages in a checkpoint's file until they are written."""
@@ -190,11 +193,23 @@ class SwapFile(PageFile):
         return found
 
     def _copy(self, linked: LinkedPage, offset: int) -> None:
-        """Write a page of another checkpoint's file at its place in this one."""
-        label = f"a page of {linked.file.path}"
-        with mmap.mmap(-1, round_up(linked.nbytes, BLOCK_BYTES)) as buffer, memoryview(buffer) as memory:
-            linked.read(memory, linked.nbytes, label)
-            self._store(offset, memory, linked.nbytes, label)
+        """Write a page of another checkpoint's file at its place in this one, in pieces that take little memory."""
+        label, hashed = f"a page of {linked.file.path}", xxh3_64()
+        with (
+            self._using("write", offset, linked.nbytes, label),
+            mmap.mmap(-1, COPY_BYTES) as buffer,
+            memoryview(buffer) as memory,
+        ):
+            place = self._places.of(offset)
+            for start in range(0, linked.nbytes, COPY_BYTES):
+                nbytes = min(COPY_BYTES, linked.nbytes - start)
+                linked.file._move("read", linked.place + start, memory, nbytes, label)
+                hashed.update(memory[:nbytes])
+                self._move("write", place + start, memory, nbytes, label)
+        linked.verify(hashed.intdigest(), linked.nbytes, label)
+        with self._lock:
+            self._sums[place] = linked.nbytes, linked.hashed
+            self._linked.pop(offset, None)
         self.end_write(offset)
 
     def _sync(self) -> None:
@@ -250,27 +265,21 @@ class SwapFile(PageFile):
             else:
                 self._move("read", place, buffer, nbytes, label)
                 if self.checksums:
-                    self._verify(place, buffer, nbytes, label, stored)
+                    self._verify(place, xxh3_64_intdigest(buffer[:nbytes]), nbytes, label, stored)
             with self._lock:
                 self.read_bytes += nbytes
 
     def write(self, offset: int, buffer: memoryview, nbytes: int, label: str) -> None:
         """Write the first `nbytes` of `buffer` at `offset`. Raises DiskError if the write fails."""
-        self._store(offset, buffer, nbytes, label)
-        with self._lock:
-            self.written_bytes += nbytes
-
-    def _store(self, offset: int, buffer: memoryview, nbytes: int, label: str) -> None:
-        """Write a page at its place, with its hash; it is then in no other file."""
         with self._using("write", offset, nbytes, label):
             place = self._places.of(offset)
             self._sums.pop(place, None)  # a failed write leaves neither the old page nor the new one
             hashed = xxh3_64_intdigest(buffer[:nbytes]) if self.checksums else 0
             self._move("write", place, buffer, nbytes, label)
             with self._lock:
+                self.written_bytes += nbytes
                 if self.checksums:
                     self._sums[place] = nbytes, hashed
-                self._linked.pop(offset, None)
 
     def close(self) -> None:
         """Close the file, which frees its disk space, after all reads and writes have ended."""
