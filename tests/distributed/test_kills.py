@@ -144,9 +144,8 @@ def test_kills_while_updates_are_delayed():
     check_kills(count=draws(3), processes=2, seed=3, steps=draws(24), kind=" delayed")
 
 
-@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
-def test_kills_while_checkpoints_refer_to_pages_on_disk(size):
-    check_kills(count=draws(18), processes=size, seed=4, steps=24, kind=" durable")
+def test_kills_while_checkpoints_refer_to_pages_on_disk():
+    check_kills(count=draws(18), processes=1, seed=4, steps=24, kind=" durable")
 
 
 @pytest.mark.slow
@@ -157,6 +156,21 @@ def test_the_example_that_kills_itself_ends_with_the_same_bits(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size, kind", [(1, ""), (2, ""), (2, " delayed"), (1, " durable"), (2, " durable delayed")])
+@pytest.mark.parametrize("size, kind", [(1, ""), (2, ""), (2, " delayed")])
 def test_a_hundred_kills(size, kind):
     check_kills(count=50, processes=size, seed=2, steps=24, kind=kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "size, kind, count",
+    [
+        (1, " durable", 450),
+        (2, " durable", 200),
+        (4, " durable", 50),
+        (1, " durable delayed", 200),
+        (2, " durable delayed", 100),
+    ],
+)
+def test_a_thousand_kills_of_durable_runs(size, kind, count):
+    check_kills(count=count, processes=size, seed=5, steps=24, kind=kind)
