@@ -129,7 +129,6 @@ def run(
         trainer.finish_saving()
         newest = checkpoints.newest()
         result["copied"] = sum(file.stat().st_size for file in newest.iterdir() if file.suffix != ".chunks")
-        result["file"] = sum(file.stat().st_size for file in newest.iterdir() if file.suffix == ".chunks")
     result["rss"] = resident_peak_bytes()
     if side != "plain":
         result |= {"numel": trainer.layout.numel, "model_data": trainer.layout.model_data_bytes}

@@ -27,9 +27,8 @@ from patrickstar.errors import CheckpointError, ConfigError, DiskError
 
 from . import tiers
 from .models import precisions
-from .tiers import durable, loaded, on_disk, options, rooms, small_engine, step_of, wide_shapes, with_budgets
+from .tiers import LINKED, durable, loaded, on_disk, options, rooms, small_engine, step_of, wide_shapes, with_budgets
 
-LINKED = "rank-00000.chunks"
 STEPS = 4
 
 

@@ -1,5 +1,7 @@
 """Restarts that read the pages of a checkpoint's linked file in place: bits, bytes, and damage."""
 
+import errno
+import os
 import random
 import shutil
 from pathlib import Path
@@ -19,10 +21,9 @@ from patrickstar.errors import DiskError
 
 from . import tiers
 from .models import precisions
-from .tiers import durable, loaded, on_disk, options, rooms, small_engine, step_of, wide_shapes, with_budgets
+from .tiers import LINKED, durable, loaded, on_disk, options, rooms, small_engine, step_of, wide_shapes, with_budgets
 
 STEPS = 6
-LINKED = "rank-00000.chunks"
 
 
 def durable_config(directory: Path, **more: object) -> ps.Config:
@@ -55,7 +56,7 @@ def plain_state(config: ps.Config, folder: Path) -> ps.Engine:
     fast=4,
 )
 def test_restarts_at_any_step_change_no_bit(tmp_path_factory, shape, chunk_size, precision, room, packed, waits, seed):
-    """Each run may save at once, and deletes the checkpoint whose pages it reads."""
+    """Each run may save at once, or load its own checkpoint, and deletes the one whose pages it reads."""
     directory, data, draw = tmp_path_factory.mktemp("disk"), batches(STEPS), random.Random(seed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(page_codec, "BLOCK_BYTES", 64)
@@ -77,6 +78,8 @@ def test_restarts_at_any_step_change_no_bit(tmp_path_factory, shape, chunk_size,
                 if draw.random() < 0.5:
                     checkpoints.save(engine, step, wait=waits)
                     engine.finish_saving()
+            elif draw.random() < 0.5:
+                checkpoints.load(engine)
         assert_same_model(reference, engine, f"seed {seed}, ")
         tiers.assert_at_rest(engine)
         engine.close()
@@ -127,13 +130,14 @@ def test_the_run_that_wrote_the_pages_may_go_on_and_delete_the_checkpoint(tmp_pa
             assert_same_model(expected, reader)
 
 
-def test_a_run_that_goes_back_to_its_own_checkpoint_copies_it(tmp_path):
-    """Its pages are places of its own swap file, which are free once the checkpoint is deleted."""
+def test_a_run_that_goes_back_to_its_own_checkpoint_keeps_its_pages(tmp_path):
+    """They are places of its own swap file, which a deleted checkpoint would free if they were not read."""
     config = durable_config(tmp_path)
     with trained(config, 2) as engine:
         train(engine, tiers.inputs(2))
         engine.load(tmp_path / "first")
         with plain_state(config, tmp_path / "first") as expected:
+            assert len(list(tmp_path.glob(".patrickstar-*"))) == 2, "no page is read in place"
             shutil.rmtree(tmp_path / "first")
             for number in range(3):
                 for trainer in (expected, engine):
@@ -180,18 +184,33 @@ def test_damage_names_the_checkpoint_and_changes_nothing_of_it(tmp_path):
         assert_same_model(expected, engine)
 
 
-def test_late_updates_and_speculation_go_on_from_linked_pages(tmp_path):
-    data = tiers.inputs(5)
-    config = durable(on_disk(tiers.blocks, options("bf16"), tmp_path, data[0], tiers.Room(host_bytes=40_000)))
-    for update in (None, ps.Delayed(after=1)):
-        changed = config.model_copy(update={"update": update, "host_memory": None if update else config.host_memory})
-        engine = small_engine(tiers.blocks, changed)
+@pytest.mark.parametrize("update", [None, ps.Delayed(after=1)], ids=["speculating", "delayed"])
+def test_late_updates_and_speculation_go_on_from_linked_pages(tmp_path, update):
+    data, first = tiers.inputs(5), tmp_path / "first"
+    room = tiers.Room(host_bytes=40_000)
+    config = durable(on_disk(tiers.blocks, options("bf16", update=update), tmp_path, data[0], room))
+    with small_engine(tiers.blocks, config) as engine:
         train(engine, data[:2], max_norm=1.0)
-        engine.save(tmp_path / "first")
-        engine.close()
-        found = []
-        for each in (changed, changed.model_copy(update={"disk": ps.Disk(tmp_path)})):
-            with loaded(tiers.blocks, each, tmp_path / "first") as engine:
-                found.append([*train(engine, data[2:], max_norm=1.0), *engine.state_dict().values()])
-        ps.testing.assert_same_bits(*found, f"update={update}")
-        shutil.rmtree(tmp_path / "first")
+        engine.save(first)
+    found = []
+    for each in (config, with_budgets(config, None, None)):
+        with loaded(tiers.blocks, each, first) as engine:
+            if each is config:
+                assert len(list(tmp_path.glob(".patrickstar-*"))) == 2, "no page is read in place"
+            found.append([*train(engine, data[2:], max_norm=1.0), *engine.state_dict().values()])
+    ps.testing.assert_same_bits(*found, "from linked pages")
+
+
+def test_a_file_that_can_not_be_linked_is_copied_and_said_so(tmp_path, monkeypatch):
+    config = durable_config(tmp_path)
+    with trained(config, 2):
+        pass
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    with pytest.warns(UserWarning, match=r"pages of .*first/rank-00000.chunks are copied, .*Operation not permitted"):
+        engine = loaded(tiers.blocks, config, tmp_path / "first")
+    with engine, plain_state(config, tmp_path / "first") as expected:
+        assert_same_model(expected, engine)

@@ -31,6 +31,8 @@ from .models import shapes
 WIDTH = 64
 """Width of the models: the model data must exceed the 60 KiB of host buffers, or no disk is used."""
 PAGE_BYTES = 4096
+LINKED = "rank-00000.chunks"
+"""File of a checkpoint that is a link to the swap file."""
 ADAMW = ps.AdamW(lr=1e-2, weight_decay=0.1)
 
 Build = Callable[[], nn.Module]

@@ -15,7 +15,7 @@ MOST_LINES = {
     "_cli": 2433,
     "_distributed": 2442,
     "_dry_run": 3659,
-    "_engine": 4091,
+    "_engine": 4092,
     "_hardware": 2566,
     "_kernels": 2734,
     "_layout": 933,
@@ -26,7 +26,7 @@ MOST_LINES = {
     "_report": 962,
     "_schedule": 1204,
     "_step": 4798,
-    "_tiers": 2617,
+    "_tiers": 2619,
     "integrations": 3999,
     "optim": 896,
 }

@@ -68,6 +68,7 @@ class Checkpoints:
         Raises:
             CheckpointError: The checkpoint is damaged or does not fit the engine. Nothing has been changed.
         """
+        engine.finish_saving()  # it may delete the one that is the newest now
         newest = engine.world.all_gather_object(None if (path := self.newest()) is None else str(path))[0]
         return None if newest is None else engine.load(newest, state)
 

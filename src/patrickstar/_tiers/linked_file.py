@@ -15,8 +15,9 @@ from patrickstar._tiers.page_file import PageFile
 # [Note: linked pages]
 # A checkpoint by reference has whole chunks as they were on the disk. An engine that loads it, and has the same chunks
 # on disk, reads their pages there, and its swap file gets their next content. So loading takes no time for them. Each
-# page is verified when it is read. A linked file is never written. As long as a page of it is read, it has one more
-# link, so that a run which still writes this file leaves the pages as they are, also once the checkpoint is deleted.
+# page is verified when it is read. Nothing is written through the link. As long as a page is read there, the file has
+# this link more, so that a run which still writes the file, this one or another, leaves the pages as they are, also
+# once the checkpoint is deleted.
 
 
 class LinkedFile(PageFile):

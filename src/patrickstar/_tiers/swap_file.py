@@ -149,15 +149,16 @@ class SwapFile(PageFile):
             return self._places.hold(pages, folder)
 
     def open_linked(self, path: Path) -> LinkedFile | None:
-        """Open a checkpoint's link to another file of this file system, None if it is not such, or can't be linked.
+        """Open a checkpoint's link to a file of this file system; None if it is of another, or can't be linked.
 
         The kernel may refuse further links to the files of other users.
         """
         try:
-            other, own = path.stat(), os.fstat(self._fd)
-            is_another = other.st_dev == own.st_dev and other.st_ino != own.st_ino
-            return LinkedFile(path, self.directory, direct=self.direct) if is_another else None
-        except OSError:
+            if path.stat().st_dev != os.fstat(self._fd).st_dev:
+                return None
+            return LinkedFile(path, self.directory, direct=self.direct)
+        except OSError as error:
+            warnings.warn(f"pages of {path} are copied, which takes longer: {error}", stacklevel=2)
             return None
 
     def link(self, pages: Mapping[int, LinkedPage]) -> None:
