@@ -1,5 +1,6 @@
 """Updates and surveys to compare implementations by: every rule and mode, over numbers that break arithmetic."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -10,8 +11,10 @@ from patrickstar._kernels.adam_8bit import Adam8bitRule
 from patrickstar._kernels.eager_backend import EagerBackend
 from patrickstar._kernels.grad_norm import BLOCK_NUMEL, LANES
 from patrickstar._kernels.lion import LionRule
+from patrickstar._kernels.rounding import canonical_nan_, rounded
 from patrickstar._kernels.schedule_free import ScheduleFreeRule
 from patrickstar._kernels.sgd import SGDRule
+from patrickstar._kernels.split_masters import joined_masters, magnitudes, split_masters
 from patrickstar._kernels.update_rule import Gradient, Rule, Span
 from patrickstar.testing import assert_same_bits
 
@@ -101,15 +104,21 @@ class Lists:
 
     def view(self, name):
         """Return the parameter's elements of a list, or None if the list does not exist."""
+        return self.at(name, self.chunks)
+
+    def at(self, name, chunks):
+        """Return the parameter's elements of a list in other chunks."""
         first = self.firsts.get(name)
-        return None if first is None else self.chunks[name][first : first + self.numel]
+        return None if first is None else chunks[name][first : first + self.numel]
 
     def span(self):
         """Return the argument of a backend."""
         grad, param = self.view("grad"), self.view("param")
         states = tuple(self.view(kind) for kind in self.rule.kinds)
         gradient = Gradient(grad, self.view("accumulated"))
-        return Span(grad if param is None else param, gradient, self.view("master"), states, self.rule)
+        master = self.view("master")
+        upper = param if master.dtype == torch.int16 else None
+        return Span(grad if param is None else param, gradient, master, states, self.rule, upper=upper)
 
     def copy(self, device="cpu"):
         """Return a copy with its own memory."""
@@ -140,6 +149,83 @@ class Lists:
             actual = self.after(implementation, scales, shard_bounds, other, device)
             case = f"{self.rule} over {self.numel} elements from {self.firsts}, cut at {shard_bounds}, to {other}"
             assert_same_bits(expected, actual, f"{case}, scaled by {scales}")
+
+
+@dataclass(frozen=True)
+class SplitLists:
+    """A parameter whose master is split, and the same one with a whole master."""
+
+    whole: Lists
+
+    @classmethod
+    def drawn(cls, rule, numel, **options):
+        """Return random values, as `Lists.drawn`, with a parameter in bfloat16 that is the rounded master."""
+        lists = Lists.drawn(rule, numel, param=BF16, **options)
+        canonical_nan_(lists.chunks["master"])
+        lists.view("param").copy_(rounded(lists.view("master"), BF16))
+        return cls(lists)
+
+    def split(self):
+        """Return the lists with lower halves in place of masters, and marks of ties in the second moments."""
+        chunks = {name: chunk.clone() for name, chunk in self.whole.chunks.items()}
+        chunks["master"] = torch.full(chunks["master"].shape, int(AROUND), dtype=torch.int16)
+        lists = replace(self.whole, chunks=chunks)
+        names = ("param", "master", "exp_avg_sq")
+        split_masters(self.whole.view("master"), self.whole.view("exp_avg_sq"), *map(lists.view, names))
+        return lists
+
+    def check(self, implementation, scales=SCALES, shard_bounds=(), elsewhere=(0, 1, 32), device="cpu"):
+        """Compare with an update of whole masters, for an update in place and for others."""
+        expected = self.whole.after(EagerBackend(), scales)
+        for other in elsewhere:
+            case = f"{self.whole.rule} over {self.whole.numel} elements from {self.whole.firsts} to {other}"
+            chunks = self.split().after(implementation, scales, shard_bounds, other, device)
+            chunks = {name: chunk.cpu() for name, chunk in chunks.items()}
+            found = replace(self.whole, chunks=chunks)
+            upper, lower, marked = found.view("param"), found.view("master"), found.view("exp_avg_sq")
+            master, moments = joined_masters(upper, lower, marked), magnitudes(marked)
+            marked.copy_(moments)
+            assert_same_bits([self.whole.at("master", expected)], [master], case)
+            for name in expected.keys() - {"master"}:
+                assert_same_bits([expected[name]], [chunks[name]], f"{name} of {case}")
+            first = self.whole.firsts["master"]
+            around = torch.cat([chunks["master"][:first], chunks["master"][first + self.whole.numel :]])
+            assert (around == int(AROUND)).all(), case
+
+
+def check_split(implementation, rule: Rule, device: str = "cpu", cases=CASES, elsewhere=(0,)) -> None:
+    """Compare an implementation's update of split masters with the list's of whole ones."""
+    for seed, (numel, first, accumulated, scales) in enumerate(cases):
+        options = dict(accumulated=accumulated, firsts=(first,), seed=seed, special=True)
+        SplitLists.drawn(rule, numel, **options).check(implementation, scales, elsewhere=elsewhere, device=device)
+
+
+STILL = AdamRule(0.0, 0.9, 0.999, 1e-8, 0.0, True, 1)
+"""Changes no master if the gradient is zero."""
+
+
+def check_all_masters(implementation, device: str = "cpu", first_bytes: Iterable[int] = range(256)) -> None:
+    """Split all masters, and restore them by an update that changes nothing: 2^24 at a time, which begin with a byte.
+
+    Args:
+        first_bytes: First bytes of the masters, as numbers from 0 to 255.
+    """
+    for first_byte in first_bytes:
+        first = first_byte << 24
+        words = torch.arange(first, first + (1 << 24), dtype=torch.int64).to(torch.int32)
+        masters = canonical_nan_(words.view(torch.float32))
+        upper, zeros = torch.empty_like(masters, dtype=BF16), torch.zeros_like(masters)
+        lower, marked = torch.empty_like(masters, dtype=torch.int16), torch.empty_like(masters)
+        split_masters(masters, zeros, upper, lower, marked)
+        assert_same_bits([masters], [joined_masters(upper, lower, marked)], f"masters from {first:#x}, joined")
+        found = [each.to(device, copy=True) for each in (upper, lower, zeros, marked)]
+        grad = torch.zeros_like(found[0])
+        implementation.update(
+            [Span(found[0], Gradient(grad), found[1], (found[2], found[3]), STILL, upper=found[0])], ()
+        )
+        finite = masters.isfinite()  # infinity less infinity is no number
+        for before, after in zip((upper, lower, marked), (found[0], found[1], found[3]), strict=True):
+            assert_same_bits([before[finite]], [after.cpu()[finite]], f"masters from {first:#x}, updated")
 
 
 def check_update(implementation, rule: Rule, dtype: torch.dtype, device: str = "cpu", cases=CASES) -> None:

@@ -8,6 +8,7 @@ import torch
 from sampling import nightly
 
 from patrickstar._kernels import triton_backend
+from patrickstar._kernels.adam import AdamRule
 from patrickstar._kernels.triton_backend import TritonBackend
 from patrickstar._kernels.update_rule import Gradient, Span
 from patrickstar._layout.chunk_mapping import ALIGN_NUMEL
@@ -39,6 +40,12 @@ def test_updates_are_those_of_the_list(fused, rule, dtype):
     """With a third of the cases for each rule unless all draws run, other ones for the next rule."""
     some = kernel_cases.CASES[kernel_cases.RULES.index(rule) % 3 :: 3]
     kernel_cases.check_update(fused, rule, dtype, cases=kernel_cases.CASES if nightly() else some)
+
+
+def test_updates_of_split_masters_are_those_of_whole_ones(fused):
+    adam = [rule for rule in kernel_cases.RULES if type(rule) is AdamRule]
+    for number, rule in enumerate(adam if nightly() else adam[:3]):
+        kernel_cases.check_split(fused, rule, cases=kernel_cases.CASES if nightly() else [kernel_cases.CASES[number]])
 
 
 @pytest.mark.parametrize("earlier", [False, True], ids=["latest", "accumulated"])

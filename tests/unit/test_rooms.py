@@ -17,7 +17,7 @@ MOST_LINES = {
     "_dry_run": 3659,
     "_engine": 4092,
     "_hardware": 2566,
-    "_kernels": 2734,
+    "_kernels": 2853,
     "_layout": 933,
     "_models": 773,
     "_params": 3109,

@@ -28,7 +28,7 @@ NO_VARIANT, NO_MEMORY = -1, -2
 """Error codes of the library's functions."""
 
 
-_SPAN = struct.Struct(f"@PPP{LISTS}P{LISTS}PPqqiiii{SCALARS}dd")
+_SPAN = struct.Struct(f"@PPPP{LISTS}P{LISTS}PPqqiiii{SCALARS}dd")
 """`Span` in cpp/spans.h. The library sets its scales, given as null and 0 here."""
 _NO_LISTS = (0,) * LISTS
 _NO_RULE = (0, 0, *(0.0,) * SCALARS, 0.0)
@@ -144,7 +144,7 @@ class CppBackend:
     def grad_stats(self, gradients: Sequence[Gradient], scales: Sequence[float]) -> GradStats:
         lists = 2 * _NO_LISTS
         packed = [
-            _SPAN.pack(0, *_gradient(grad), *lists, 0, 0, grad.numel, 0, DTYPES[grad.latest.dtype], *_NO_RULE)
+            _SPAN.pack(0, 0, *_gradient(grad), *lists, 0, 0, grad.numel, 0, DTYPES[grad.latest.dtype], *_NO_RULE)
             for grad in gradients
         ]
         sums, not_finite = (ctypes.c_double * len(gradients))(), ctypes.c_int64()
@@ -165,6 +165,7 @@ class CppBackend:
         average = isinstance(rule, AveragedRule)
         return _SPAN.pack(
             span.param.data_ptr(),
+            0 if span.upper is None else span.upper.data_ptr(),
             *_gradient(grad),
             *_lists((span.master, *span.states), average),
             *(_NO_LISTS if span.out is None else _lists(span.out, average)),

@@ -6,6 +6,7 @@ import torch
 
 from patrickstar._kernels.grad_norm import GradStats, block_sums, fold
 from patrickstar._kernels.rounding import canonical_nan_, round_into
+from patrickstar._kernels.split_masters import joined_masters, magnitudes, split_masters
 from patrickstar._kernels.update_rule import Gradient, Rule, Span
 
 PAGE_NUMEL = 1 << 18
@@ -25,6 +26,9 @@ class EagerBackend:
         for span in spans:
             for page in pages(span.numel, span.rule):
                 part = span.page(page)
+                if part.upper is not None:
+                    _update_split(part, part.upper, scales)
+                    continue
                 old = (part.master, *part.states)
                 new = old if part.out is None else part.out
                 if part.out is not None:
@@ -45,6 +49,19 @@ class EagerBackend:
                 blocks.append(block_sums(grad))
             sums.append(float(fold(torch.cat(blocks))))
         return GradStats(tuple(sums), not_finite)
+
+
+def _update_split(part: Span, upper: torch.Tensor, scales: Sequence[float]) -> None:
+    """Update masters that are restored from both halves. See [Note: split masters]."""
+    lower, first, marked, *more = (part.master, *part.states) if part.out is None else part.out
+    masters, moments = joined_masters(upper, part.master, part.states[1]), magnitudes(part.states[1])
+    if part.out is not None:
+        for target, values in zip((first, *more), (part.states[0], *part.states[2:]), strict=True):
+            target.copy_(values)
+    part.rule.apply(masters, part.grad.scaled(scales), (first, moments, *more))
+    for values in (masters, first, moments, *more):
+        canonical_nan_(values)
+    split_masters(masters, moments, part.param, lower, marked)
 
 
 def pages(numel: int, rule: Rule | None = None) -> Iterator[slice]:

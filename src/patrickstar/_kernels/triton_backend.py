@@ -87,6 +87,7 @@ class TritonBackend:
             with torch.cuda.device_of(span.master):
                 self._kernels.update_kernel[(-(-span.numel // PROGRAM_NUMEL),)](
                     span.param,
+                    span.upper,
                     span.grad.latest,
                     span.grad.accumulated,
                     span.master,

@@ -181,8 +181,30 @@ def _schedule_free(grad, master, z, exp_avg_sq, scalars, mode: tl.constexpr):
 
 
 @triton.jit
+def _joined(uppers, lowers, marked):
+    """Return masters and second moments. See [Note: split masters]."""
+    words, lowers = marked.to(tl.uint32, bitcast=True), lowers.to(tl.uint16, bitcast=True).to(tl.uint32)
+    rounded_up = (lowers + (words >> 31) > 0x8000).to(tl.uint32)
+    uppers = uppers.to(tl.uint16, bitcast=True).to(tl.uint32) - rounded_up
+    return ((uppers << 16) | lowers).to(tl.float32, bitcast=True), (words & 0x7FFFFFFF).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _lower(masters):
+    return masters.to(tl.uint32, bitcast=True).to(tl.uint16).to(tl.int16, bitcast=True)
+
+
+@triton.jit
+def _marked(moments, masters):
+    ties = masters.to(tl.uint32, bitcast=True) & 0x1FFFF
+    words = moments.to(tl.uint32, bitcast=True)
+    return tl.where(ties == 0x18000, words | 0x80000000, words).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def update_kernel(
     param,
+    upper,
     grad,
     accumulated,
     master,
@@ -197,19 +219,25 @@ def update_kernel(
 ):
     """Update `program_numel` elements of a span with the operations of `Rule.apply`.
 
-    `accumulated` and missing states are None. `scalars` (of the rule) and `scales` (of the gradient) are tuples of
-    float32 numbers.
+    `upper` of whole masters, `accumulated` and missing states are None. `scalars` (of the rule) and `scales` (of the
+    gradient) are tuples of float32 numbers.
     """
     offsets = tl.program_id(0).to(tl.int64) * program_numel + tl.arange(0, program_numel)
     mask = offsets < numel
     grads = _gradient(grad, accumulated, scales, offsets, mask)
-    masters = tl.load(master + offsets, mask=mask, other=0.0)
+    masters = tl.load(master + offsets, mask=mask, other=0)
     if rule == ADAM:
         exp_avgs = tl.load(first_state + offsets, mask=mask, other=0.0)
         exp_avg_sqs = tl.load(second_state + offsets, mask=mask, other=0.0)
+        if upper is not None:
+            uppers = tl.load(upper + offsets, mask=mask, other=0.0)
+            masters, exp_avg_sqs = _joined(uppers, masters, exp_avg_sqs)
         masters, exp_avgs, exp_avg_sqs = _adam(grads, masters, exp_avgs, exp_avg_sqs, scalars, mode)
+        exp_avg_sqs = _canonical(exp_avg_sqs)
+        if upper is not None:
+            exp_avg_sqs = _marked(exp_avg_sqs, _canonical(masters))
         tl.store(first_state + offsets, _canonical(exp_avgs), mask=mask)
-        tl.store(second_state + offsets, _canonical(exp_avg_sqs), mask=mask)
+        tl.store(second_state + offsets, exp_avg_sqs, mask=mask)
     elif rule == ADAM_8BIT:
         ratios = tl.load(first_state + offsets, mask=mask, other=0)
         squares = tl.load(second_state + offsets, mask=mask, other=0)
@@ -229,7 +257,10 @@ def update_kernel(
         masters, exp_avgs = _lion(grads, masters, exp_avgs, scalars)
         tl.store(first_state + offsets, _canonical(exp_avgs), mask=mask)
     masters = _canonical(masters)
-    tl.store(master + offsets, masters, mask=mask)
+    if upper is not None:
+        tl.store(master + offsets, _lower(masters), mask=mask)
+    else:
+        tl.store(master + offsets, masters, mask=mask)
     tl.store(param + offsets, _narrowed(masters, param.dtype.element_ty), mask=mask)
 
 

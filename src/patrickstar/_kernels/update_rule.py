@@ -167,6 +167,10 @@ class Span:
     out: tuple[torch.Tensor, ...] | None = None
     name: str = ""
     """Name of the parameter, for records."""
+    upper: torch.Tensor | None = None
+    """Parameter before the update, if `master` is the lower half of a split one; it may be `param`.
+
+    See [Note: split masters]."""
 
     @property
     def numel(self) -> int:
@@ -175,7 +179,8 @@ class Span:
     def page(self, page: slice) -> "Span":
         states = tuple(state[page] for state in self.states)
         out = None if self.out is None else tuple(values[page] for values in self.out)
-        return Span(self.param[page], self.grad.page(page), self.master[page], states, self.rule, out, self.name)
+        upper = None if self.upper is None else self.upper[page]
+        return Span(self.param[page], self.grad.page(page), self.master[page], states, self.rule, out, self.name, upper)
 
 
 def joined(spans: Sequence[Span]) -> Iterator[Span]:
@@ -234,9 +239,12 @@ def _whole(run: Sequence[Span]) -> Sequence[Span]:
         first.grad, latest=whole(first.grad.latest), accumulated=None if accumulated is None else whole(accumulated)
     )
     states, out = tuple(map(whole, first.states)), None if first.out is None else tuple(map(whole, first.out))
-    return [replace(first, param=whole(first.param), grad=grad, master=whole(first.master), states=states, out=out)]
+    param, master = whole(first.param), whole(first.master)
+    upper = None if first.upper is None else whole(first.upper)
+    return [replace(first, param=param, grad=grad, master=master, states=states, out=out, upper=upper)]
 
 
 def _lists(span: Span) -> list[torch.Tensor]:
-    tensors = (span.param, span.grad.latest, span.grad.accumulated, span.master, *span.states, *(span.out or ()))
+    grad, new = (span.grad.latest, span.grad.accumulated), span.out or ()
+    tensors = (span.param, *grad, span.master, *span.states, *new, span.upper)
     return [tensor for tensor in tensors if tensor is not None]

@@ -8,6 +8,7 @@
 #include "packing.h"
 #include "rules.h"
 #include "spans.h"
+#include "split.h"
 #include "streams.h"
 #include "sums.h"
 
@@ -41,7 +42,10 @@ int64_t itemsize_of(int32_t dtype) { return dtype == FLOAT32 ? 4 : 2; }
 // True if the list stores codes of one byte.
 bool is_coded(const Span& span, int list) { return span.rule == ADAM_8BIT && (list == STATE0 || list == STATE1); }
 
-int64_t itemsize_of(const Span& span, int list) { return is_coded(span, list) ? 1 : sizeof(float); }
+int64_t itemsize_of(const Span& span, int list) {
+    if (is_coded(span, list)) return 1;
+    return span.upper != nullptr && list == MASTER ? sizeof(uint16_t) : sizeof(float);
+}
 
 template <class To, class From>
 To* at(From* list, int64_t first) {
@@ -57,6 +61,7 @@ void prefetch_list(const void* list, int64_t itemsize, int64_t first, int64_t co
 template <bool in_place>
 void prefetch(const Span& span, int64_t first, int64_t count) {
     prefetch_list<in_place>(span.grad, itemsize_of(span.grad_dtype), first, count);
+    if (span.upper != nullptr) prefetch_list<in_place>(span.upper, sizeof(uint16_t), first, count);
     for (int list = 0; list < LISTS; list++)
         if (span.lists[list] != nullptr)
             prefetch_list<in_place>(span.lists[list], itemsize_of(span, list), first, count);
@@ -129,7 +134,45 @@ void update_page(const Span& span, int64_t first, int64_t count) {
     if (!in_place) finish_streams();
 }
 
+// Updates split masters: in memory in place, or in copies of a strip that then go to `out`.
+template <bool in_place>
+void update_split(const Span& span, int64_t first, int64_t count) {
+    constexpr int64_t length = in_place ? STRIP : STRIP / 2;
+    alignas(64) float grads[length], masters[length], copies[LISTS][length];
+    alignas(64) uint16_t upper_copies[length], lower_copies[length];
+    const int64_t end = first + count;
+    for (int64_t start = first; start < end; start += length) {
+        const int64_t next = start + PREFETCH_DISTANCE;
+        if (next < span.numel) prefetch<in_place>(span, next, span.numel - next < length ? span.numel - next : length);
+        const int64_t strip = end - start < length ? end - start : length;
+        float* lists[LISTS] = {masters};
+        for (int list = STATE0; list < LISTS; list++) {
+            if (span.lists[list] == nullptr) continue;
+            lists[list] = in_place ? span.lists[list] + start : copies[list];
+            if (!in_place) std::memcpy(lists[list], span.lists[list] + start, strip * sizeof(float));
+        }
+        auto *uppers = at<uint16_t>(span.param, start), *lowers = at<uint16_t>(span.lists[MASTER], start);
+        if (!in_place) {
+            std::memcpy(lower_copies, lowers, strip * sizeof(uint16_t));
+            uppers = upper_copies, lowers = lower_copies;
+        }
+        const auto* before = at<const uint16_t>(span.upper, start);
+        if (uppers != before) std::memcpy(uppers, before, strip * sizeof(uint16_t));
+        load_gradient(span, start, strip, grads);
+        apply_split(span, strip, grads, uppers, lowers, lists);
+        if (lists[AVERAGE] != nullptr) move_average(span, strip, lists);
+        if (in_place) continue;
+        stream(at<uint16_t>(span.param, start), uppers, strip * sizeof(uint16_t));
+        stream(at<uint16_t>(span.out[MASTER], start), lowers, strip * sizeof(uint16_t));
+        for (int list = STATE0; list < LISTS; list++)
+            if (lists[list] != nullptr) stream(span.out[list] + start, lists[list], strip * sizeof(float));
+    }
+    if (!in_place) finish_streams();
+}
+
 void update(const Span& span, int64_t first, int64_t count) {
+    if (span.upper != nullptr)
+        return (span.out[MASTER] == nullptr ? update_split<true> : update_split<false>)(span, first, count);
     (span.out[MASTER] == nullptr ? update_page<true> : update_page<false>)(span, first, count);
 }
 

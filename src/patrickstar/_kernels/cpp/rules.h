@@ -3,27 +3,49 @@
 #pragma once
 
 #include "formats.h"
+#include "split.h"
 
 namespace patrickstar {
 namespace {
 
 // mode: 0 no weight decay, 1 L2, 2 decoupled.
 template <int mode, bool light>
-void adam(const float* scalars, int64_t count, float* __restrict grads, float* __restrict masters,
-          float* __restrict exp_avgs, float* __restrict exp_avg_sqs) {
+inline void adam_element(const float* scalars, float grad, float& master, float& exp_avg, float& exp_avg_sq) {
     const float decay = scalars[0], weight1 = scalars[1], beta2 = scalars[2], weight2 = scalars[3];
     const float correction2 = scalars[4], eps = scalars[5], minus_step_size = scalars[6];
+    if (mode == 1) grad = grad + master * decay;
+    if (mode == 2) master = master * decay;
+    const float change = grad - exp_avg;
+    const float average = light ? exp_avg + change * weight1 : grad + change * weight1;
+    const float square = exp_avg_sq * beta2 + grad * weight2 * grad;
+    const float denominator = __builtin_sqrtf(square) / correction2 + eps;
+    master = canonical(master + average * minus_step_size / denominator);
+    exp_avg = canonical(average);
+    exp_avg_sq = canonical(square);
+}
+
+template <int mode, bool light>
+void adam(const float* scalars, int64_t count, float* __restrict grads, float* __restrict masters,
+          float* __restrict exp_avgs, float* __restrict exp_avg_sqs) {
+    float numbers[SCALARS];
+    std::memcpy(numbers, scalars, sizeof(numbers));
+    for (int64_t i = 0; i < count; i++)
+        adam_element<mode, light>(numbers, grads[i], masters[i], exp_avgs[i], exp_avg_sqs[i]);
+}
+
+// The same for split masters of which none is a tie, in one pass. Also stores the new masters.
+template <int mode, bool light>
+void adam_split(const float* scalars, int64_t count, float* __restrict grads, uint16_t* __restrict uppers,
+                uint16_t* __restrict lowers, float* __restrict masters, float* __restrict exp_avgs,
+                float* __restrict exp_avg_sqs) {
+    float numbers[SCALARS];
+    std::memcpy(numbers, scalars, sizeof(numbers));
     for (int64_t i = 0; i < count; i++) {
-        float grad = grads[i], master = masters[i], exp_avg = exp_avgs[i];
-        if (mode == 1) grad = grad + master * decay;
-        if (mode == 2) master = master * decay;
-        const float change = grad - exp_avg;
-        exp_avg = light ? exp_avg + change * weight1 : grad + change * weight1;
-        const float exp_avg_sq = exp_avg_sqs[i] * beta2 + grad * weight2 * grad;
-        const float denominator = __builtin_sqrtf(exp_avg_sq) / correction2 + eps;
-        masters[i] = canonical(master + exp_avg * minus_step_size / denominator);
-        exp_avgs[i] = canonical(exp_avg);
-        exp_avg_sqs[i] = canonical(exp_avg_sq);
+        float master = join_untied(uppers[i], lowers[i]);
+        adam_element<mode, light>(numbers, grads[i], master, exp_avgs[i], exp_avg_sqs[i]);
+        uppers[i] = upper_of(master);
+        lowers[i] = lower_of(master);
+        masters[i] = master;
     }
 }
 
@@ -105,6 +127,32 @@ void apply(const Span& span, int64_t count, float* grads, float* const* lists) {
     } else {
         lion(scalars, count, grads, masters, state0);
     }
+}
+
+// Updates split masters in place, and stores the new ones in `lists[MASTER]`, too.
+void apply_split(const Span& span, int64_t count, float* grads, uint16_t* uppers, uint16_t* lowers,
+                 float* const* lists) {
+    float *masters = lists[MASTER], *state0 = lists[STATE0], *state1 = lists[STATE1];
+    const bool ties = has_ties(lowers, count);
+    // GCC converts between 16 and 32 bits better in a loop of its own, but for AVX-512.
+    if (ONE_PASS && !ties) {
+        float scalars[SCALARS];
+        for (int i = 0; i < SCALARS; i++) scalars[i] = static_cast<float>(span.scalars[i]);
+        const bool light = scalars[7] != 0;
+        const auto loop = span.mode == 0   ? (light ? adam_split<0, true> : adam_split<0, false>)
+                          : span.mode == 1 ? (light ? adam_split<1, true> : adam_split<1, false>)
+                                           : (light ? adam_split<2, true> : adam_split<2, false>);
+        loop(scalars, count, grads, uppers, lowers, masters, state0, state1);
+    } else {
+        if (ties)
+            join_marked(uppers, lowers, count, masters, state1);
+        else
+            for (int64_t i = 0; i < count; i++) masters[i] = join_untied(uppers[i], lowers[i]);
+        apply(span, count, grads, lists);
+        for (int64_t i = 0; i < count; i++) uppers[i] = upper_of(masters[i]);
+        for (int64_t i = 0; i < count; i++) lowers[i] = lower_of(masters[i]);
+    }
+    if (has_ties(lowers, count)) mark_ties(masters, count, state1);
 }
 
 }  // namespace

@@ -15,9 +15,11 @@ constexpr int64_t CACHE_LINE_BYTES = 64;
 // Consecutive elements of one parameter in the parallel chunk lists. `param` may be the same memory as `grad`.
 struct Span {
     void* param;
+    const void* upper;  // the parameter before the update, if masters are split, else null; may be `param`
     const void* grad;
     const float* accumulated;  // sum of the gradients before `grad`, or null
-    float* lists[LISTS];       // null where the rule has no such list; the states of ADAM_8BIT are bytes
+    float* lists[LISTS];       // null where the rule has no such list; the states of ADAM_8BIT are bytes, and masters
+                               // are their lower halves, of 16 bits, if they are split
     float* out[LISTS];         // receive the new values, while `lists` are only read; null: in place
     const double* scales;  // factors of the gradient, applied in order, each rounded to float by C++; set by the call
     int64_t scale_count;
