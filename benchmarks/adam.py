@@ -5,7 +5,8 @@ python benchmarks/adam.py [--numel 10000000 100000000 200000000] [--threads 1 2]
 
 All implementations alternate in one process on the same tensors: bf16 parameters and gradients, fp32 masters and
 moments. Each ratio is the median over rounds of two adjacent times. DeepSpeed's CPU Adam is included if installed.
-`--average` measures an update of so many elements with and without a moving average of the parameters instead.
+`--average` measures an update of so many elements with a moving average of the parameters, and with split masters,
+instead.
 """
 
 import argparse
@@ -24,9 +25,10 @@ from patrickstar._dry_run.machine_profile import benchmark_span
 from patrickstar._kernels.averaged import AveragedRule
 from patrickstar._kernels.cpp_backend import CppBackend
 from patrickstar._kernels.dispatch import Kernels
+from patrickstar._kernels.update_rule import Gradient
 
-BYTES_PER_PARAM, AVERAGE_BYTES = 28, 8
-"""Bytes per parameter that an AdamW update moves, and that a moving average adds."""
+BYTES_PER_PARAM, AVERAGE_BYTES, SPLIT_BYTES = 28, 8, 26
+"""Bytes per parameter that an AdamW update moves, that a moving average adds, and of an update of split masters."""
 MEMMOVE = ctypes.CDLL(None).memmove
 MEMMOVE.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
@@ -117,16 +119,24 @@ def measure(numel: int, threads: int, given: argparse.Namespace) -> tuple[dict[s
 
 
 def publish_average(numel: int, rounds: int) -> None:
-    """Publish an update with and without a moving average of the parameters (ps.EMA)."""
+    """Publish an update with and without a moving average of the parameters (ps.EMA), and of split masters."""
     plain, kernels = benchmark_span(numel), Kernels.best(torch.device("cpu"))
     rule, states = AveragedRule(plain.rule, 0.001), (*plain.states, torch.zeros(numel))
-    spans = {"AdamW": plain, "AdamW and average": replace(plain, rule=rule, states=states)}
-    moved = dict(zip(spans, (BYTES_PER_PARAM, BYTES_PER_PARAM + AVERAGE_BYTES), strict=True))
+    plain.param.fill_(0.01)
+    param, lower = torch.zeros(numel, dtype=torch.bfloat16), torch.zeros(numel, dtype=torch.int16)
+    own_states = tuple(torch.zeros(numel) for _ in plain.states)
+    split = replace(plain, param=param, upper=param, master=lower, states=own_states)
+    spans = {
+        "AdamW": plain,
+        "AdamW and average": replace(plain, rule=rule, states=states),
+        "AdamW, split masters": replace(split, grad=Gradient(torch.full_like(param, 0.01))),
+    }
+    moved = dict(zip(spans, (BYTES_PER_PARAM, BYTES_PER_PARAM + AVERAGE_BYTES, SPLIT_BYTES), strict=True))
     times = alternating({name: lambda span=span: kernels.update([span], ()) for name, span in spans.items()}, rounds)
     publish(
         "average",
-        f"AdamW update of {numel:,} parameters with and without a moving average, {torch.get_num_threads()} threads, "
-        f"median of {rounds} rounds. The limit is the ratio of the bytes moved.",
+        f"AdamW update of {numel:,} parameters with and without a moving average, and of split masters, "
+        f"{torch.get_num_threads()} threads, median of {rounds} rounds. The limit is the ratio of the bytes moved.",
         [
             {
                 "update": name,

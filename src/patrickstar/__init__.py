@@ -44,6 +44,7 @@ __all__ = [
     "Disk",
     "DiskUsage",
     "Engine",
+    "InBackward",
     "Initialized",
     "Inspection",
     "Lion",
@@ -77,7 +78,7 @@ _MODULES = {
     "_plan.plan": ("Plan",),
     "_plan.planner": ("plan",),
     "_step.stats": ("StepStats",),
-    "config": ("Config", "Delayed", "Disk", "LockFree"),
+    "config": ("Config", "Delayed", "Disk", "InBackward", "LockFree"),
     "optim": (
         *("EMA", "SGD", "Adam", "AdamW", "AdamW8bit", "Lion", "Muon", "Optimizer", "ScheduleFreeAdamW"),
         "TorchOptimizer",

@@ -19,10 +19,8 @@ class Options(BaseModel):
         for name in options:
             if name not in known:
                 close = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-                raise ConfigError(
-                    f"{type(self).__name__} has no option {name!r}; did you mean {close[0]!r}? "
-                    f"Its options: {', '.join(known)}"
-                )
+                advice = f"did you mean {close[0]!r}? Its options: {', '.join(known)}" if close else "it takes none"
+                raise ConfigError(f"{type(self).__name__} has no option {name!r}; {advice}")
         try:
             super().__init__(**options)
         except ValidationError as error:

@@ -109,7 +109,7 @@ class ReferenceOptimizer:
 
         If updates are delayed, the parameters follow the masters of the update before this one: see `ps.Delayed`.
         """
-        trainer, update = self.trainer, self.trainer.config.update
+        trainer, update = self.trainer, self.trainer.config.late_update
         self.steps += 1
         trainer.follow_writes()
         self._follow_masters(self.delayed)

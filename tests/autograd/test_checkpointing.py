@@ -189,7 +189,9 @@ def test_an_operator_is_not_tried_again_under_a_checkpoint_of_an_unknown_version
     engine.close()
 
 
-def test_a_window_that_was_suspended_leaves_no_moments_in_the_trace(one_thread, monkeypatch, caplog):
+@pytest.mark.parametrize("updates", [False, True], ids=["in the step", "in backward"])
+def test_a_window_that_was_suspended_leaves_no_moments_in_the_trace(one_thread, monkeypatch, caplog, updates):
+    """And its parameters, which it will hold again, are not updated meanwhile."""
     caplog.set_level(logging.INFO, logger="patrickstar")
     suspended, open_window = [], Interceptor._open
     monkeypatch.setattr(Interceptor, "_open", lambda *args: suspended.extend(args[2:]) or open_window(*args))
@@ -201,6 +203,6 @@ def test_a_window_that_was_suspended_leaves_no_moments_in_the_trace(one_thread, 
         config = ps.Config(device="cpu", device_memory=device_memory, chunk_size=4400, precision="fp32")
         with ps.Engine(build, config) as engine:
             for _ in range(4):
-                update(engine, mean_square(engine(torch.ones(16, 32))))
+                update(engine, mean_square(engine(torch.ones(16, 32))), update=updates)
     assert suspended
     assert not [record.getMessage() for record in caplog.records if "trace dropped" in record.getMessage()]

@@ -125,6 +125,8 @@ def run(seed: int) -> bool:
         evict_everything = choice.random() < 0.2
         update = accumulation == 1 and not clip and "discard" not in options and choice.random() < 0.4
         close = choice.random() < 0.5
+        if update and choice.random() < 0.6:
+            config = config.model_copy(update={"update": ps.InBackward()})
         strict_device.configure(seed=seed)
         if room:
             gc.collect()

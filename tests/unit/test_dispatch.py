@@ -11,6 +11,7 @@ import pytest
 import torch
 from cpp_backend_cases import ADAM, LION
 from cpp_backend_cases import MOMENTUM as SGD
+from kernel_cases import SplitLists
 
 from patrickstar._kernels import dispatch
 from patrickstar._kernels.adam_8bit import Adam8bitRule
@@ -203,6 +204,14 @@ def test_updating_takes_no_more_room_than_was_said(rule, dtype):
     with Allocations(one) as allocations:
         EagerBackend().update([one], (0.3, 0.5))
     announced = Kernels(None).workspace_bytes(rule, CPU, dtype, one.numel)
+    assert PAGE_NUMEL < allocations.peak_bytes <= announced
+
+
+def test_updating_split_masters_takes_no_more_room_than_was_said():
+    one = SplitLists.drawn(ADAM, 3 * PAGE_NUMEL).split().span()
+    with Allocations(one) as allocations:
+        EagerBackend().update([one], (0.3, 0.5))
+    announced = Kernels(None).workspace_bytes(ADAM, CPU, torch.float32, one.numel, splits=True)
     assert PAGE_NUMEL < allocations.peak_bytes <= announced
 
 

@@ -45,3 +45,14 @@ def test_schemas_are_values_with_the_item_sizes_of_torch():
 def test_operators_read_the_first_list():
     with pytest.raises(AssertionError, match="first list"):
         ParamSchema((ListSpec(PARAM32, "float32"), ListSpec(PARAM16, "bfloat16")))
+
+
+def test_split_masters_take_two_bytes_less_where_they_are_possible():
+    split, whole = (schema_for("bfloat16", trained=True, split=split) for split in (True, False))
+    assert [spec.kind for spec in split.state_lists] == [schema.LOW16, schema.EXP_AVG, schema.EXP_AVG_SQ]
+    assert (split.bytes_per_param, split.master_dtype, split.state_kinds) == (12, "float32", whole.state_kinds)
+    assert [split.gradient_itemsize(accumulates) for accumulates in (False, True)] == [2, 4]
+    assert [whole.gradient_itemsize(accumulates) for accumulates in (False, True)] == [0, 4]
+    for others in (dict(dtype="float32"), dict(dtype="float16"), dict(trained=False), dict(states=("exp_avg",))):
+        given = dict(dtype="bfloat16", trained=True) | others
+        assert schema_for(**given, split=True) == schema_for(**given) and not schema_for(**given, split=True).splits

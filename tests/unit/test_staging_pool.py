@@ -40,8 +40,8 @@ def test_pages_of_lists_pass_through_buffers_and_come_back(tmp_path):
         manager.mark_written(chunk, on_device=False)
         manager.move_to_tier(chunk, Tier.DISK)
     pool = StagingPool(manager, StagingSize(4096, 4, by_pages=True))
-    first, second = (pool.start_read(lists, *page) for page in pool.pages(lists[0])[:2])
-    assert pool.start_read(lists, *pool.pages(lists[0])[2]) is None, "no buffers are free"
+    first, second = (pool.start_read(lists, *page) for page in pool.pages(lists)[:2])
+    assert pool.start_read(lists, *pool.pages(lists)[2]) is None, "no buffers are free"
     for pages in (first, second):
         pool.wait(pages.reads)
         assert pages.ready and pages.is_current(lists)

@@ -13,6 +13,7 @@ from patrickstar._distributed.param_sharding import local_part
 from patrickstar._params.interception import adopt_view, release_view
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.param_values import replace_data
+from patrickstar._params.split_lists import copy_of
 from patrickstar._params.tensor_subclass import ManagedTensor, OperatorInterceptor, managed_param_of
 from patrickstar._step.full_state import FullState
 from patrickstar.errors import ModelError
@@ -83,9 +84,10 @@ class DataAttribute:
         with interceptor.accessed(managed):
             shards.check_writable(managed)
             self._keep(managed, views, full)
+            before = copy_of(managed) if managed.schema.splits else None
             managed.payload().copy_(local_part(value))
             torch.autograd.graph.increment_version(managed.param)
-            self._full_state.follow_write(managed, master)
+            self._full_state.follow_write(managed, master, before)
             self._share(interceptor, managed, value)
 
     def replace(

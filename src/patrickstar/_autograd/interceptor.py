@@ -27,10 +27,19 @@ from patrickstar._distributed.param_sharding import local_part
 from patrickstar._hardware.sigint_gate import deferring_sigint, interruptible, managing
 from patrickstar._params.interception import adopt_parameter, adopt_view
 from patrickstar._params.managed_param import ManagedParam
-from patrickstar._params.memory_functions import EXPOSING, REPLACING, RESHAPING, UNVERSIONED, expose, versioned
+from patrickstar._params.memory_functions import (
+    EXPOSING,
+    REPLACING,
+    RESHAPING,
+    UNVERSIONED,
+    expose,
+    versioned,
+    written_by,
+)
 from patrickstar._params.model_data import ModelData
 from patrickstar._params.out_of_memory import check_retry, run_again, saved_by_checkpoint
 from patrickstar._params.precision import tensors_in
+from patrickstar._params.split_lists import values_before
 from patrickstar._params.tensor_subclass import (
     ADDRESSES,
     all_managed_params,
@@ -103,7 +112,7 @@ class Interceptor:
             self.lock.acquire(f"parameter {tensors[0]._managed_params[0].name!r}")
         try:
             if native and torch.is_grad_enabled() and not self.in_backward:
-                self.hidden_nodes.note(all_managed_params(tensors), native=True)
+                self._note_hidden(all_managed_params(tensors), native=True)
             return self._operate(func, args, kwargs, tensors)
         except (DiskError, MoveError) as error:
             if not self.data.tracer.in_iteration_now:  # otherwise the engine's own call handles it
@@ -226,6 +235,7 @@ class Interceptor:
             check_written_precision(func, args, tensors[0])
             if func is torch.Tensor.copy_:
                 args, copied = copied_in_full(args)
+        old = values_before(written_by(func, args, kwargs)) if self.optimizer_in_backward.always else {}
         versions = [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
         recorded = self.data.manager.timeline is not None
         timed = TimedProduct.begin(func, args, managed_params, self.data.manager) if recorded else None
@@ -246,7 +256,7 @@ class Interceptor:
             with managing():
                 for managed in dict.fromkeys(managed for tensor in written for managed in tensor._managed_params):
                     self.data_attribute.follow(managed)
-                    self.full_state.follow_write(managed, copied)
+                    self.full_state.follow_write(managed, copied, old.get(managed))
         if func is not F.embedding:  # its backward reads only the indices
             self.track_outputs(out, managed_params, before, held)
         if timed is not None:  # after the hooks that open its window
@@ -295,7 +305,7 @@ class Interceptor:
             except BudgetError:
                 if window is None:
                     raise
-                self._close()
+                self._close(suspends=True)
                 self.data.access(managed_params, None)
                 return window
 
@@ -309,7 +319,12 @@ class Interceptor:
     def note(self, managed_params: Sequence[ManagedParam]) -> None:
         """Remember the parameters of an operator that may be inside a custom Function."""
         if self.data.tracer.in_iteration_now and not torch.is_grad_enabled() and not self.in_backward:
-            self.hidden_nodes.note(managed_params)
+            self._note_hidden(managed_params)
+
+    def _note_hidden(self, managed_params: Sequence[ManagedParam], *, native: bool = False) -> None:
+        self.hidden_nodes.note(managed_params, native=native)
+        if self.optimizer_in_backward.first:
+            self.optimizer_in_backward.expect_reads(managed_params)
 
     def open_function_windows(self, loss: torch.Tensor) -> None:
         """Open windows before nodes of custom Functions that read parameters. See `HiddenNodes`."""
@@ -318,6 +333,9 @@ class Interceptor:
 
     def _window_prehook(self, managed_params: tuple[ManagedParam, ...]) -> Callable[[Any], None]:
         window = Window(managed_params)
+        if self.optimizer_in_backward.first and not self.in_backward:
+            window.expected = True
+            self.optimizer_in_backward.expect_reads(managed_params)
         return lambda _: self.enter_backward(window)
 
     def track_outputs(
@@ -384,6 +402,9 @@ class Interceptor:
                 self._begin_plain_backward()
             self._close()
             self._open(window)
+            if window.expected:
+                window.expected = False
+                self.optimizer_in_backward.note_reads(window.managed_params)
 
     def _begin_plain_backward(self) -> None:
         """Begin a backward outside of `engine.backward`; it ends with autograd's callback, or when that is freed."""
@@ -418,7 +439,8 @@ class Interceptor:
             self.data.access(window.managed_params, belongs)
         self.window = window
 
-    def _close(self) -> None:
+    def _close(self, *, suspends: bool = False) -> None:
+        """Close the open window. `suspends`: it will be opened again, so that its parameters are not updated."""
         window, self.window = self.window, None
         if window is None or self.closer.closed:
             return
@@ -429,7 +451,8 @@ class Interceptor:
         else:
             self.data.release(accessed, TensorState.HOLD)
         self.data.sharing.end_window(accessed)
-        self.optimizer_in_backward.progress()
+        if not suspends:
+            self.optimizer_in_backward.progress()
         if self.updates.queue.updates or self.updates.disk is not None:
             self.updates.progress()
         if self.background_save.saving is not None:

@@ -66,7 +66,7 @@ class LazyState:
         is_param = kind == managed.full_kind
         if is_param and (known := self._params.get(managed)) is not None and id(known) in managed.views:
             return known  # it has not kept values that the parameter had before an assignment of its data
-        dtype = managed.full_dtype if is_param else shards.manager[kind, managed.location.chunk].dtype
+        dtype = shards.dtype_of(managed, kind)
         elements = ListElements(self._interceptor, managed, kind)
         lazy = LazyTensor(elements, managed.full_shape, managed.full_strides, dtype, torch.device("cpu"))
         if is_param:

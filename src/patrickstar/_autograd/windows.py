@@ -122,3 +122,5 @@ class Window:
     managed_params: Sequence[ManagedParam]
     held: bool = False
     """True while it is open on held chunks, which it only pins."""
+    expected: bool = False
+    """True until it opens for the first time, in a first iteration that updates in backward."""

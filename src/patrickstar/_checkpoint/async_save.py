@@ -150,7 +150,7 @@ class AsyncSave:
         with uninterruptible():
             self._copy_while(lambda _: self._remaining[index] > 0)
         for managed in self.data.by_chunk[index][:1]:
-            self._release(self.data.manager[list_kind(managed, kind), index] for kind in saved_kinds(managed))
+            self._release(self.data.chunk_of(managed, list_kind(managed, kind)) for kind in saved_kinds(managed))
 
     def _end_writing(self) -> None:
         """Wait until the checkpoint is complete, or has failed."""
@@ -234,8 +234,8 @@ class AsyncSave:
         if shard.stored is None or not shard.stored.in_order:
             return None
         managed = shard.stored.managed
-        chunk = self.data.manager[list_kind(managed, shard.kind), managed.location.chunk]
-        return chunk if chunk.in_memory else None
+        chunk = self.data.chunk_of(managed, list_kind(managed, shard.kind))
+        return chunk if chunk.in_memory and not managed.restores(shard.kind) else None
 
     def _end(self, error: BaseException | None) -> None:
         self._next, self._copy_error = None, error

@@ -27,9 +27,11 @@ class LinkedChunks:
             return
         opened = {number: self._disk.file.open_linked(reader.path(number)) for number in reader.linked_files}
         files = {number: file for number, file in opened.items() if file is not None}
-        for index, managed_params in data.by_chunk.items() if files else ():
+        for managed_params in data.by_chunk.values() if files else ():
             for kind in saved_kinds(managed_params[0]):
-                chunk = data.manager[list_kind(managed_params[0], kind), index]
+                if managed_params[0].restores(kind):
+                    continue
+                chunk = data.chunk_of(managed_params[0], list_kind(managed_params[0], kind))
                 found = set(self._starts(chunk, managed_params, kind))
                 if len(found) == 1 and (start := found.pop()) is not None and (file := files.get(start[0])) is not None:
                     self._add(self._disk, chunk, *start, file)

@@ -102,7 +102,9 @@ class ShardLoadPlanner(LoadPlanner):
         whole = self._in_place(target)
         if whole is not None:
             return narrowed(whole, read_item.dest_offsets, read_item.lengths)
-        return torch.empty(read_item.lengths, dtype=self._chunk(target).dtype, device="cpu")
+        stored = target.stored
+        assert stored is not None, "a plain tensor is filled in place"
+        return torch.empty(read_item.lengths, dtype=self.data.dtype_of(stored.managed, target.kind), device="cpu")
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         """Store elements that were read into a buffer; mark the chunk as written."""
@@ -127,7 +129,7 @@ class ShardLoadPlanner(LoadPlanner):
 
     def _chunk(self, target: _Target) -> Chunk:
         assert target.stored is not None
-        return self.data.manager[target.kind, target.stored.managed.location.chunk]
+        return self.data.chunk_of(target.stored.managed, target.kind)
 
     def _in_place(self, target: _Target) -> torch.Tensor | None:
         """Return the target's memory, shaped as its box, if it is in memory and row-major."""
@@ -137,7 +139,7 @@ class ShardLoadPlanner(LoadPlanner):
         chunk = self._chunk(target)
         self.data.manager.transfers.settle(chunk)
         self.data.update_param_views()
-        if not chunk.in_memory or not stored.managed.row_major:
+        if not chunk.in_memory or not stored.managed.row_major or stored.managed.restores(target.kind):
             return None
         return stored.view(stored.managed.flat(chunk)[stored.span])
 
@@ -145,11 +147,12 @@ class ShardLoadPlanner(LoadPlanner):
         for managed_params in self.data.by_chunk.values():
             for managed in managed_params:
                 for kind in saved_kinds(managed):
-                    chunk = self.data.manager[list_kind(managed, kind), managed.location.chunk]
+                    chunk = self.data.chunk_of(managed, list_kind(managed, kind))
                     if chunk in self.linked:
                         continue
-                    # Read one page at a time if the chunk is not in memory.
-                    length = managed.location.numel if chunk.in_memory else PAGE_BYTES // chunk.dtype.itemsize
+                    # Read one page at a time if it is not read into the chunk.
+                    buffered = not chunk.in_memory or managed.restores(kind)
+                    length = PAGE_BYTES // chunk.dtype.itemsize if buffered else managed.location.numel
                     for begin in range(0, managed.location.numel, max(1, length)):
                         part = slice(begin, min(begin + length, managed.location.numel))
                         for stored in boxes_in(managed, part):

@@ -100,5 +100,5 @@ def _chunk_on_disk(shard: TensorShard, data: LocalShards) -> Chunk | None:
     """Return the chunk of a shard whose bytes are consecutive in pages on the disk."""
     if shard.stored is None or not shard.stored.in_order or not shard.box.numel:
         return None
-    chunk = data.manager[list_kind(shard.stored.managed, shard.kind), shard.stored.managed.location.chunk]
-    return chunk if chunk.disk.valid else None
+    chunk = data.chunk_of(shard.stored.managed, list_kind(shard.stored.managed, shard.kind))
+    return chunk if chunk.disk.valid and not shard.stored.managed.restores(shard.kind) else None

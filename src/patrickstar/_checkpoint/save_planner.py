@@ -47,7 +47,7 @@ def delayed_name_of(managed: ManagedParam) -> str:
 
 def saved_kinds(managed: ManagedParam) -> tuple[str, ...]:
     """Return the chunk lists to save: master parameter and optimizer states, or the parameter itself if frozen."""
-    return tuple(spec.kind for spec in managed.schema.state_lists) or (PARAM16,)
+    return (managed.full_kind, *managed.state_kinds)
 
 
 def list_kind(managed: ManagedParam, kind: str) -> str:
@@ -145,7 +145,7 @@ def _list_shards(data: LocalShards, order: Sequence[int], is_first_rank: bool) -
                     whole = Box.whole(managed.full_shape)
                     empty = ShardBox(managed, whole, whole)
                     shards.append(TensorShard.of(name_of(managed, kind), empty, kind, managed.full_dtype))
-                dtype = data.manager[list_kind(managed, kind), index].dtype
+                dtype = data.dtype_of(managed, list_kind(managed, kind))
                 for stored in boxes_in(managed, slice(0, managed.location.numel)):
                     shards.append(TensorShard.of(name_of(managed, kind), stored, kind, dtype))
     return shards

@@ -55,7 +55,7 @@ class ShardBox:
     def copy(self, data: LocalShards, kind: str) -> torch.Tensor:
         """Return a copy of the elements of the span in a chunk list, on the host."""
         span = self.span
-        dtype = data.manager[kind, self.managed.location.chunk].dtype
+        dtype = data.dtype_of(self.managed, kind)
         flat = torch.empty(span.stop - span.start, dtype=dtype, device="cpu")
         for part, values in data.parts(self.managed, kind, within=span):
             flat[part.start - span.start : part.stop - span.start] = values

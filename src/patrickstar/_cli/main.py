@@ -105,24 +105,22 @@ def train(
         typer.Option(help="Share of the layers to recompute; 'products' stores results of products; 'auto' chooses."),
     ] = None,
     activation_offload: Annotated[
-        bool,
-        typer.Option("--activation-offload", help="Move activations to the host between forward and backward."),
+        bool, typer.Option("--activation-offload", help="Move activations to the host between forward and backward.")
     ] = False,
     tiled_loss: Annotated[
         bool, typer.Option("--tiled-loss", help="Compute the loss by tiles of tokens, without storing logits.")
     ] = False,
     tiled_mlp: Annotated[bool, typer.Option("--tiled-mlp", help="Compute MLPs and norms by tiles of tokens.")] = False,
+    in_backward: Annotated[
+        bool, typer.Option("--in-backward", help="Update in backward: 12 bytes per parameter. Needs --max-norm 0.")
+    ] = False,
     delay_from: Annotated[
         int | None,
         typer.Option(min=0, help="Delay updates by one step from this step on. Not exact: see docs/staleness.md."),
     ] = None,
     lock_free_from: Annotated[
         int | None,
-        typer.Option(
-            min=0,
-            help="From this step on update states on disk whenever they have been read. Not exact: see "
-            "docs/staleness.md.",
-        ),
+        typer.Option(min=0, help="From this step on update states on disk once they are read. Not exact, as above."),
     ] = None,
     max_staleness: Annotated[
         int, typer.Option(min=1, help="With --lock-free-from: steps that the parameters may be behind, at most.")

@@ -35,6 +35,7 @@ class TrainOptions:
     activation_offload: bool
     tiled_loss: bool
     tiled_mlp: bool
+    in_backward: bool
     delay_from: int | None
     lock_free_from: int | None
     max_staleness: int

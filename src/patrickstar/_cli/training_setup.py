@@ -18,7 +18,7 @@ def training_config(options: TrainOptions) -> ps.Config:
         chunk_size=options.chunk_size,
         precision=options.precision,
         optimizer=ps.AdamW(lr=options.lr, weight_decay=options.weight_decay),
-        update=_late_update(options),
+        update=_update(options),
         activation_checkpointing=_recomputed_share(options),
         activation_offload=options.activation_offload,
         tiled_loss=options.tiled_loss,
@@ -57,9 +57,10 @@ def _disk(options: TrainOptions) -> ps.Disk | None:
     return ps.Disk(directory=options.disk, capacity=options.disk_capacity, **more)
 
 
-def _late_update(options: TrainOptions) -> ps.Delayed | ps.LockFree | None:
-    """Return when updates take effect. Raises ConfigError for options that exclude each other."""
+def _update(options: TrainOptions) -> ps.InBackward | ps.Delayed | ps.LockFree | None:
+    """Return when updates are made. Raises ConfigError for options that exclude each other."""
     chosen = {
+        "--in-backward": options.in_backward or None,
         "--delay-from": options.delay_from,
         "--lock-free-from": options.lock_free_from,
         "--replay": options.replay,
@@ -69,6 +70,18 @@ def _late_update(options: TrainOptions) -> ps.Delayed | ps.LockFree | None:
         raise ConfigError(f"{given[0]} and {given[1]} exclude each other: leave one out")
     if options.update_log is not None and given != ["--lock-free-from"]:
         raise ConfigError(f"--update-log {options.update_log} requires --lock-free-from, whose updates it records")
+    if options.in_backward:
+        if options.max_norm:
+            raise ConfigError(
+                f"--in-backward updates parameters before the norm of all gradients is known, and --max-norm is "
+                f"{options.max_norm:g}: add --max-norm 0, which disables clipping, or leave --in-backward out"
+            )
+        if options.accumulation > 1:
+            raise ConfigError(
+                f"--in-backward and --accumulation {options.accumulation} exclude each other: gradients of several "
+                f"batches exist all at once"
+            )
+        return ps.InBackward()
     if options.delay_from is not None:
         return ps.Delayed(after=options.delay_from)
     if options.replay is not None:

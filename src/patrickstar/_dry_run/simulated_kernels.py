@@ -47,8 +47,9 @@ class SimulatedKernels(Kernels):
             self.hardware.update.run(nbytes, "update")
             return []
         from_device = [span for span in on_host if not self.hardware.on_host(span.param)]
-        grads = [span.grad.latest for span in on_host if not self.hardware.on_host(span.grad.latest)]
-        down, up = sum(grad.nbytes for grad in grads), sum(span.param.nbytes for span in from_device)
+        read = [each for span in on_host for each in (span.grad.latest, span.upper) if each is not None]
+        down = sum(each.nbytes for each in read if not self.hardware.on_host(each))
+        up = sum(span.param.nbytes for span in from_device)
         last = copies[-1] if copies else None
         assert last is None or isinstance(last, SimulatedTransfer), "copies of this hardware are simulated"
         downloads = self.hardware.down.begin(down, "gradients of an update", after=last) if down else last
@@ -80,9 +81,13 @@ def gradient_bytes(grad: Gradient) -> int:
 
 
 def span_bytes(span: Span) -> int:
-    """Memory traffic of an update: read gradient, write parameter, read and write states (ZeRO-Offload §5)."""
+    """Memory traffic of an update: read gradient, write parameter, read and write states (ZeRO-Offload §5).
+
+    A parameter with a split master is read, too.
+    """
     state_bytes = sum(tensor.nbytes for tensor in (span.master, *span.states))
-    return gradient_bytes(span.grad) + span.param.nbytes + 2 * state_bytes
+    read = gradient_bytes(span.grad) + (0 if span.upper is None else span.upper.nbytes)
+    return read + span.param.nbytes + 2 * state_bytes
 
 
 # [Note: thin products]

@@ -311,9 +311,9 @@ def simulate(
     machine = machine.share(cluster.per_machine)
     if config.precision == "auto":
         config = config.with_precision(machine.precision)
-    if config.update is not None:  # the steps that are simulated are those that are delayed
-        files = dict(log=None, replay=None) if isinstance(config.update, LockFree) else {}
-        config = config.model_copy(update={"update": config.update.model_copy(update={"after": 1} | files)})
+    if (late := config.late_update) is not None:  # the steps that are simulated are those that are delayed
+        files = dict(log=None, replay=None) if isinstance(late, LockFree) else {}
+        config = config.model_copy(update={"update": late.model_copy(update={"after": 1} | files)})
     model, weights = meta_model(model)
     if config.activation_checkpointing == "auto":  # what takes the least memory, as long as nothing is chosen
         least = 1.0 if layers_of(model) else None

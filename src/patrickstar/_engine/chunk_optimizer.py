@@ -236,6 +236,7 @@ class ChunkOptimizer(torch.optim.Optimizer):
                         f"not {managed.full_shape}"
                     )
         self._core.flush()
+        self._core.optimizer_in_backward.begin_again()
         for position, managed in by_position.items():
             managed.steps, managed.observed = 0, False
             managed.optimizer_extra.clear()

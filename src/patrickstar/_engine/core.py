@@ -140,15 +140,16 @@ class EngineCore:
         self.data = ModelData(self.sharing)
         self.scaler = LossScaler(config.precision == "fp16")
         self.kernels = kernels if kernels is not None else Kernels.best(self.device)
-        self.gradients = Gradients(self.sharing, self.scaler, self.kernels, late=config.update is not None)
+        self.gradients = Gradients(self.sharing, self.scaler, self.kernels, late=config.late_update is not None)
         self.model_state = ModelState(construction.described, self.sharing)
         buffers = plan.staging_size, plan.buffer_bytes
-        self.optimizer_step = OptimizerStep(self.shards, config.optimizer, self.kernels, *buffers, config.update)
+        self.optimizer_step = OptimizerStep(self.shards, config.optimizer, self.kernels, *buffers, config.late_update)
         if (disk := self.optimizer_step.updates.disk) is not None:
             disk.read_ahead.enabled = prefetch_policy is not DemandFetch
         self.full_state = FullState(self.model_state, self.optimizer_step)
         self.optimizer_placement = OptimizerPlacement(self.layout, self.shards, self.optimizer_step, self.tracer)
-        self.optimizer_in_backward = OptimizerInBackward(self.sharing, self.optimizer_step, speculates)
+        always = config.updates_in_backward
+        self.optimizer_in_backward = OptimizerInBackward(self.sharing, self.optimizer_step, speculates, always)
         self.background_save = BackgroundSave(self.shards, world)
         intercepted = self.data, self.gradients, self.optimizer_in_backward, self.full_state, self.background_save
         self.interceptor = Interceptor(*intercepted)
@@ -280,7 +281,7 @@ class EngineCore:
     def flush(self) -> None:
         """End the delay of updates; see `ChunkOptimizer.flush`."""
         self.check_open()
-        if self.config.update is not None:
+        if self.config.late_update is not None:
             self.data.residency.end()
             self.sharing.synchronize_processes(Request.WRITE)
             self.end_delay()

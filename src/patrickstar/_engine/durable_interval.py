@@ -20,10 +20,12 @@ def durable_every(core: EngineCore) -> int:
     in_memory = on_disk = 0
     for index, managed_params in core.shards.by_chunk.items():
         first = managed_params[0]
-        chunks = [core.manager[list_kind(first, kind), index] for kind in saved_kinds(first)]
-        nbytes = sum(chunk.nbytes for chunk in chunks)
+        kinds = {kind: core.shards.chunk_of(first, list_kind(first, kind)) for kind in saved_kinds(first)}
+        nbytes = sum(chunk.nbytes for chunk in kinds.values())
         if first.schema.trained and core.optimizer_step.tiers.home.get(index) is Tier.DISK:
             on_disk += nbytes
-        elif first.schema.trained or not chunks[0].disk.valid:
+            restored = [(kind, chunk.numel) for kind, chunk in kinds.items() if first.restores(kind)]
+            in_memory += sum(numel * core.shards.dtype_of(first, kind).itemsize for kind, numel in restored)
+        elif first.schema.trained or not kinds[first.full_kind].disk.valid:
             in_memory += nbytes
     return max(1, math.ceil(in_memory / (WRITTEN_SHARE * (on_disk or in_memory or 1))))

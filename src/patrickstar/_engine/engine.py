@@ -344,8 +344,10 @@ class Engine:
         if self._core.gradients.clipped:
             raise TrainingError("gradients were clipped and are final: call clip_grad_norm_ after the last backward")
         self._core.optimizer_in_backward.check_inactive("another backward")
+        update |= self._core.config.updates_in_backward
         if update and accumulate:
-            raise TrainingError("update=True promises that the step comes next, accumulate=True another backward")
+            option = self._core.optimizer_in_backward.option
+            raise TrainingError(f"{option} promises that the step comes next, accumulate=True another backward")
         if update and self._core.scaler.enabled:
             raise TrainingError(
                 "with fp16 no parameter can be updated before all gradients are known to be finite: leave out "

@@ -127,7 +127,7 @@ class EngineCheckpoint:
     def _can_start_later(self, target: Path) -> bool:
         """Return whether a save need not begin before updates have ended. See [Note: saving beside training]."""
         core = self.core
-        exact = core.config.update is None and core.optimizer_step.together is None
+        exact = core.config.late_update is None and core.optimizer_step.together is None
         return exact and core.world.size == 1 and can_refer(core.manager.disk_tier, target)
 
     def _start_later(self, target: Path, pieces: Sequence[TensorShard], done: Callable[[], None] | None) -> None:
@@ -385,6 +385,7 @@ class EngineCheckpoint:
                     delayed.hold_back(managed)
                 else:
                     shards.follow_master(managed)
+        core.optimizer_in_backward.begin_again()
         core.sharing.drop_gathered()
         core.scaler.load_state_dict(common.loss_scale)
         self.optimizer._update_groups(common.groups)

@@ -117,6 +117,11 @@ def param_specs(
             f"{optimizer.name} updates all parameters together, and with several processes each has only a part of "
             f"them: use one process, or an optimizer such as ps.AdamW"
         )
+    if shardings and config.updates_in_backward:
+        raise ConfigError(
+            "update=ps.InBackward() takes one process: with several, leave it out; their updates begin during backward "
+            "by themselves"
+        )
     lists, whole = optimizer.lists_by_param(model), optimizer.whole_params(model)
     dtypes = compute_dtypes(module, config.compute_dtype, config.keep_fp32)
     embeddings, _ = lookup_weights(module)
@@ -138,12 +143,13 @@ def _schema(
     dtype: torch.dtype, trained: bool, config: Config, states: tuple[str, ...] | None, shared: bool
 ) -> ParamSchema:
     """Return the schema of a parameter; `states`: its chunk lists of states if they are not those of most."""
-    update = config.update
+    update = config.late_update
     return schema_for(
         dtype_name(dtype),
         trained,
         config.optimizer.states if states is None else states,
         state_dtypes=config.optimizer.state_dtypes,
+        split=config.updates_in_backward and config.optimizer.splits_masters,
         delayed=isinstance(update, Delayed),
         buffered=update.gradient_dtype if isinstance(update, LockFree) else None,
         summed=config.reduce_dtype if shared and update is not None else None,

@@ -54,7 +54,7 @@ def scalars_of(core: EngineCore) -> Mapping[str, Scalar]:
         **SCALARS,
         **(DISK_SCALARS if core.config.disk is not None else {}),
         **(COLLECTIVE_SCALARS if core.world.size > 1 else {}),
-        **(STALENESS_SCALARS if core.config.update is not None else {}),
+        **(STALENESS_SCALARS if core.config.late_update is not None else {}),
     }
 
 

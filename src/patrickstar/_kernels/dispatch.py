@@ -12,7 +12,7 @@ import torch
 from patrickstar._hardware.transfer import Transfer
 from patrickstar._kernels.averaged import AveragedRule
 from patrickstar._kernels.cpp_backend import CppBackend, Unavailable
-from patrickstar._kernels.eager_backend import PAGE_NUMEL, STATS_BYTES, EagerBackend
+from patrickstar._kernels.eager_backend import PAGE_NUMEL, SPLIT_ITEMS, STATS_BYTES, EagerBackend
 from patrickstar._kernels.grad_norm import GradStats
 from patrickstar._kernels.triton_backend import TritonBackend
 from patrickstar._kernels.update_rule import Gradient, Rule, Span
@@ -79,12 +79,20 @@ class Kernels:
         """Return True if updates on a device run on a compiled backend, which needs no workspace."""
         return (self.cpp if device.type == "cpu" else self.triton) is not None
 
-    def workspace_bytes(self, rule: Rule, device: torch.device, dtype: torch.dtype, numel: int) -> int:
-        """Return the workspace bytes for updating a parameter of `numel` elements; `dtype` is the master's."""
+    def workspace_bytes(
+        self, rule: Rule, device: torch.device, dtype: torch.dtype, numel: int, *, splits: bool = False
+    ) -> int:
+        """Return the workspace bytes for updating a parameter of `numel` elements.
+
+        Args:
+            dtype: The master's.
+            splits: Masters are split.
+        """
         has_kernel = self.has_kernel(device) and (device.type == "cpu" or not isinstance(rule, AveragedRule))
         if has_kernel and rule.code is not None and dtype == torch.float32:
             return 0
-        return min(numel, PAGE_NUMEL if rule.by_pages else numel) * rule.workspace_items * dtype.itemsize
+        items = rule.workspace_items + SPLIT_ITEMS * splits
+        return min(numel, PAGE_NUMEL if rule.by_pages else numel) * items * dtype.itemsize
 
     def stats_workspace_bytes(self, device: torch.device, numel: int) -> int:
         """Return the workspace bytes of the statistics of gradients on a device, of which the longest has `numel`."""

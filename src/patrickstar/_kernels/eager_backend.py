@@ -12,6 +12,10 @@ from patrickstar._kernels.update_rule import Gradient, Rule, Span
 PAGE_NUMEL = 1 << 18
 """Elements per page, which bounds every temporary (1 MiB in fp32). A multiple of `grad_norm.BLOCK_NUMEL`."""
 
+SPLIT_ITEMS = 6
+"""Temporaries of split masters beside those of the rule, of 4 bytes per element of a page: masters, moments, and up to
+four of their conversion."""
+
 STATS_BYTES = 4 + 8 + 8 + 2
 """Bytes of temporaries of the statistics, per element of a page: the scaled gradient, its squares and their padded copy
 in float64, and which are finite."""

@@ -42,6 +42,11 @@ def magnitudes(marked: torch.Tensor) -> torch.Tensor:
     return (marked.view(torch.int32) & ~SIGN).view(torch.float32)
 
 
+def with_marks(moments: torch.Tensor, marked: torch.Tensor) -> torch.Tensor:
+    """Return second moments with the marks of others, as a new tensor."""
+    return (moments.view(torch.int32) | (marked.view(torch.int32) & SIGN)).view(torch.float32)
+
+
 def split_masters(
     masters: torch.Tensor, moments: torch.Tensor, upper: torch.Tensor, lower: torch.Tensor, marked: torch.Tensor
 ) -> None:

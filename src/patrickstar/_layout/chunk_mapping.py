@@ -144,6 +144,10 @@ class ChunkSpec:
         return self.own_numel * self.schema.bytes_per_param + self.node_numel * self.schema.compute.itemsize
 
 
+LISTS_AT_ONCE = 3
+"""Chunks whose gradients exist at a time: those of one layer may lie in two, and a third is updated."""
+
+
 @dataclass(frozen=True)
 class Layout:
     """Locations of all parameters, and the sizes that follow from them."""
@@ -181,6 +185,12 @@ class Layout:
         """Bytes of the list of gradients of all trained parameters, if it is allocated."""
         trained = [chunk for chunk in self.chunks if chunk.schema.trained]
         return sum(chunk.nbytes(ITEMSIZE[chunk.schema.master_dtype]) for chunk in trained)
+
+    @property
+    def gradient_room_bytes(self) -> int:
+        """Bytes of gradients beside their parameters that exist at a time, as updates in backward free them."""
+        sizes = (chunk.nbytes(chunk.schema.gradient_itemsize(False)) for chunk in self.chunks)
+        return sum(sorted(sizes, reverse=True)[:LISTS_AT_ONCE])
 
     @property
     def buffer_bytes(self) -> int:

@@ -15,6 +15,8 @@ NODE16 = "node16"
 """With replicas (nodes): shard of a `param16` chunk that this rank's replicate group owns."""
 PARAM32 = "param32"
 """Master parameter that the optimizer updates."""
+LOW16 = "low16"
+"""Lower 16 bits of a master whose other bits are those of the parameter in bfloat16 ([Note: split masters])."""
 EXP_AVG = "exp_avg"
 EXP_AVG_SQ = "exp_avg_sq"
 EXP_AVG_8BIT = "exp_avg_8bit"
@@ -79,6 +81,8 @@ class ParamSchema:
     """True if the optimizer updates parameters of this schema."""
     master_dtype: str = field(init=False, compare=False, repr=False)
     """Dtype of gradient accumulation and of the update."""
+    splits: bool = field(init=False, compare=False, repr=False)
+    """True if masters are split: `low16`, the parameters and marks in `exp_avg_sq` give them."""
 
     def __post_init__(self) -> None:
         assert self.lists[0].kind == PARAM16, "the first list of a schema must be param16"
@@ -86,9 +90,10 @@ class ParamSchema:
         derived = {
             "optimizer_lists": self.lists[1:],
             "state_lists": states,
-            "state_kinds": tuple(spec.kind for spec in states if spec.kind != PARAM32),
+            "state_kinds": tuple(spec.kind for spec in states if spec.kind not in (PARAM32, LOW16)),
             "trained": len(self.lists) > 1,
-            "master_dtype": self.lists[:2][-1].dtype,
+            "splits": (splits := any(spec.kind == LOW16 for spec in states)),
+            "master_dtype": "float32" if splits else self.lists[:2][-1].dtype,
         }
         for name, value in derived.items():
             object.__setattr__(self, name, value)
@@ -102,6 +107,15 @@ class ParamSchema:
     def delays(self) -> bool:
         """True if updates of parameters of this schema may be delayed."""
         return self.state_lists != self.optimizer_lists
+
+    def gradient_itemsize(self, accumulates: bool) -> int:
+        """Return the bytes per element of a gradient in a list of its own; 0 if it is in place of the parameter.
+
+        `accumulates`: several backwards precede a step, whose gradients are summed in the master's dtype.
+        """
+        if not self.trained or not (accumulates or self.splits):
+            return 0
+        return ITEMSIZE[self.master_dtype] if accumulates else self.compute.itemsize
 
     @property
     def bytes_per_param(self) -> int:
@@ -119,6 +133,7 @@ def schema_for(
     states: tuple[str, ...] = ADAM_STATES,
     *,
     state_dtypes: Mapping[str, str] = NO_DTYPES,
+    split: bool = False,
     delayed: bool = False,
     buffered: str | None = None,
     summed: str | None = None,
@@ -129,6 +144,7 @@ def schema_for(
 
     Args:
         state_dtypes: Dtypes of states that do not have the master's.
+        split: Split the masters of parameters in bfloat16 that have `exp_avg_sq` ([Note: split masters]).
         delayed: Add a list for the gradients of a delayed update.
         buffered: Add the buffers of lock-free updates, with sums of gradients in "fp32" (the master's dtype) or in
             "16-bit" (the compute dtype).
@@ -140,7 +156,9 @@ def schema_for(
     master = "float64" if dtype == "float64" else "float32"
     gradients = (ListSpec(DELAYED16, dtype),) if delayed else ()
     state_specs = (ListSpec(kind, state_dtypes.get(kind, master)) for kind in states)
-    lists = (compute, ListSpec(PARAM32, master), *state_specs, *gradients)
+    splits = split and dtype == "bfloat16" and EXP_AVG_SQ in states
+    masters = ListSpec(LOW16, "int16") if splits else ListSpec(PARAM32, master)
+    lists = (compute, masters, *state_specs, *gradients)
     sums = ((SUM32, summed), (GRAD32, summed and "fp32"), (BUFFERED_GRAD, buffered))
     buffers = tuple(ListSpec(kind, master if name == "fp32" else dtype) for kind, name in sums if name is not None)
     return ParamSchema(lists, buffers if buffered is None else (ListSpec(BUFFERED16, dtype), *buffers))

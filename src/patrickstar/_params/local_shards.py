@@ -1,6 +1,6 @@
 """Access to this rank's shards of the chunk lists: parameters, masters, optimizer states and gradients."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import torch
 
@@ -11,9 +11,10 @@ from patrickstar._hardware.storage_guard import refuse_access, storage_guard
 from patrickstar._hardware.transfer import Transfer
 from patrickstar._kernels.rounding import canonical_nan_, round_into
 from patrickstar._kernels.update_rule import Gradient
-from patrickstar._layout.schema import DELAYED16, GRAD32, PARAM32
+from patrickstar._layout.schema import DELAYED16, GRAD32, LOW16, PARAM32
 from patrickstar._params.device_arithmetic import add_gradient, round_to_device
 from patrickstar._params.managed_param import ManagedParam, refusal
+from patrickstar._params.split_lists import restored_parts
 from patrickstar._schedule.placement import Tier
 from patrickstar._schedule.tensor_state import TensorState
 from patrickstar._tiers.chunk import Chunk
@@ -61,6 +62,8 @@ class LocalShards:
         """True if the last step had several backwards."""
         self.lists_gradients = False
         """True if gradients of delayed parameters go to the gradient list. See [Note: delayed updates]."""
+        self.freed_later: list[int] = []
+        """Indices of chunks whose gradients an update in backward has used, or will, the first ones first."""
         self.reads: dict[int, Transfer] = {}
         """Reads of masters, states and frozen parameters by a checkpoint in progress, by chunk index."""
         self.closed = False
@@ -119,6 +122,16 @@ class LocalShards:
         Each part is yielded with its slice of the shard's elements. `write`: write the parts back. `within`: yield
         only these elements.
         """
+        if managed.restores(kind):
+            whole = slice(0, managed.location.numel)
+            yield from restored_parts(self, managed, kind, write, whole if within is None else within)
+        else:
+            yield from self.stored_parts(managed, kind, write=write, within=within)
+
+    def stored_parts(
+        self, managed: ManagedParam, kind: str, *, write: bool = False, within: slice | None = None
+    ) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield elements as `parts` does, as they are stored: with the marks of ties, if masters are split."""
         first, stop = (0, managed.location.numel) if within is None else (within.start, within.stop)
         chunk = self.manager[kind, managed.location.chunk]
         self.manager.transfers.settle(chunk)
@@ -132,6 +145,15 @@ class LocalShards:
         for page_start, page in self.manager.io_dispatch.pages_of(chunk, offset + first, stop - first, write):
             begin, end = max(page_start, offset + first), min(page_start + page.numel(), offset + stop)
             yield slice(begin - offset, end - offset), page[begin - page_start : end - page_start]
+
+    def chunk_of(self, managed: ManagedParam, kind: str) -> Chunk:
+        """Return the chunk of a list of this rank; of split masters that of the lower halves."""
+        splits = kind == PARAM32 and managed.schema.splits
+        return self.manager[LOW16 if splits else kind, managed.location.chunk]
+
+    def dtype_of(self, managed: ManagedParam, kind: str) -> torch.dtype:
+        """Return the dtype of the elements of a list, as `parts` yields them."""
+        return managed.full_dtype if kind == managed.full_kind else self.chunk_of(managed, kind).dtype
 
     def before_update(self, index: int) -> None:
         """Let a checkpoint in progress end its reads of masters, states or frozen parameters, which will change."""
@@ -153,8 +175,17 @@ class LocalShards:
 
     def add_gradient_list(self, managed: ManagedParam, tier: Tier) -> Chunk:
         """Allocate the gradient-list chunk of a parameter."""
-        numel = self.manager[PARAM32, managed.location.chunk].numel
-        return self.manager.new_chunk(GRAD32, managed.location.chunk, numel, managed.schema.master_dtype, tier)
+        schema, numel = managed.schema, self.state_chunks(managed.location.chunk)[0].numel
+        dtype = schema.compute.dtype if schema.splits else schema.master_dtype
+        return self.manager.new_chunk(GRAD32, managed.location.chunk, numel, dtype, tier)
+
+    def free_gradients(self, index: int) -> None:
+        """Wait for the update of gradients beside their parameters, and free them unless there are new ones."""
+        for managed in self.by_chunk.get(index, ())[:1]:
+            managed.shard_chunk.complete_update()
+        if not any(managed.state.accumulated for managed in self.by_chunk.get(index, ())):
+            for chunk in self.gradient_sums(index):
+                self.manager.remove(chunk)
 
     def scale_gradient(self, managed: ManagedParam, scales: Sequence[float]) -> None:
         """Write a parameter's gradient, with the accumulated part and scaled, into the gradient list on the host."""
@@ -231,20 +262,6 @@ class LocalShards:
             last = managed.flat(managed.shard_chunk)[part_slice] if managed.overlays_shard else None
             yield part_slice, Gradient(earlier, None, dtype) if last is None else Gradient(last, earlier, dtype)
 
-    def add_squares(self, sums: Mapping[ManagedParam, float], not_finite: int) -> tuple[tuple[float, ...], int]:
-        """Return the squared gradient sums over all ranks, in creation order, and the count of non-finite elements.
-
-        They are added in fp64, in rank order.
-        """
-        values = [sums.get(managed, 0.0) if managed.counts else 0.0 for managed in self.managed_params]
-        rows = self.world.all_gather(torch.tensor([*values, float(not_finite)], dtype=torch.float64, device="cpu"))
-        total = torch.zeros_like(rows[0])
-        for rank_row in rows:
-            total += rank_row
-        *squares, non_finite_total = total.tolist()
-        with_square = zip(self.managed_params, squares, strict=True)
-        return tuple(square for managed, square in with_square if managed.in_next_step), int(non_finite_total)
-
     def agree_on_steps(self) -> None:
         """Let each parameter have as many updates as that of its parts, on any rank, which has had most."""
         own = [managed.steps if managed.location.numel else 0 for managed in self.managed_params]
@@ -266,9 +283,11 @@ class LocalShards:
                 part.copy_(flat[part_slice])
 
     def _round_master(self, managed: ManagedParam) -> None:
-        """Overwrite this rank's shard with the rounded master."""
+        """Overwrite this rank's shard with the rounded master, unless it is a part of the master."""
         # Making room for a gradient list may have evicted the shard, and no copy in flight may still read it.
         self.ensure_local(managed)
+        if managed.schema.splits:
+            return
         payload, master = managed.flat(managed.shard_chunk), self.manager[PARAM32, managed.location.chunk]
         if self._is_computed_on_device(master, on_device=managed.shard_chunk.device.valid):
             round_to_device(payload, managed.flat(master, in_order=True))
@@ -337,14 +356,18 @@ class LocalShards:
 
         With several processes one that needs no eviction, since an eviction may wait for other ranks.
         """
-        master_chunk = self.manager[PARAM32, managed.location.chunk]
+        master_chunk = self.chunk_of(managed, PARAM32)
         if master_chunk.device.valid:
             cache, nbytes = self.manager.cache, master_chunk.nbytes
             limit_bytes = 0 if cache.evict_everything else cache.device_tier.soft_chunkable_bytes - cache.queued_bytes
             # Whether there are earlier gradients differs between linked processes.
-            if not managed.chunk.sharded or (not cache.decides_alike and cache.finish_evictions(nbytes, limit_bytes)):
+            waits = managed.chunk.sharded or managed.schema.splits
+            if not waits or (not cache.decides_alike and cache.finish_evictions(nbytes, limit_bytes)):
                 return Tier.DEVICE
-        fits = self.manager.disk_tier is None or master_chunk.nbytes <= self.manager.host_tier.free_bytes
+        host, nbytes = self.manager.host_tier, master_chunk.nbytes
+        if managed.schema.splits:
+            return Tier.HOST if self.manager.disk_tier is None or host.has_room(nbytes) else Tier.DISK
+        fits = self.manager.disk_tier is None or nbytes <= host.free_bytes
         return Tier.HOST if master_chunk.in_memory and fits else Tier.DISK
 
     def add_to_list(self, managed: ManagedParam, source: Chunk) -> None:

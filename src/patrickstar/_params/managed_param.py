@@ -13,7 +13,7 @@ from torch import nn
 from patrickstar._distributed.param_sharding import ParamSharding
 from patrickstar._distributed.process_group import Processes
 from patrickstar._layout.chunk_mapping import ParamLocation
-from patrickstar._layout.schema import PARAM16, PARAM32, ParamSchema
+from patrickstar._layout.schema import EXP_AVG_SQ, PARAM16, PARAM32, ParamSchema
 from patrickstar._layout.shard_geometry import Box, memory_order
 from patrickstar._params.param_state import ParamState
 from patrickstar._params.row_gradient import RowGradient
@@ -132,6 +132,10 @@ class ManagedParam:
     def full_dtype(self) -> torch.dtype:
         dtype: torch.dtype = getattr(torch, self.schema.master_dtype) if self.schema.trained else self.chunk.dtype
         return dtype
+
+    def restores(self, kind: str) -> bool:
+        """Return whether elements of a list are restored from several ones ([Note: split masters])."""
+        return self.schema.splits and kind in (PARAM32, EXP_AVG_SQ)
 
     @property
     def loses_digits(self) -> bool:
@@ -268,8 +272,8 @@ def check_not_updated(managed_params: Sequence[ManagedParam], backward_id: int |
         raise TrainingError(
             f"parameter {updated[0].name!r} is read, or its gradient grows, after it was updated in the same "
             f"backward; this did not happen in earlier steps. This step's update is incomplete. Later steps will "
-            f"update this parameter in optimizer.step(). If steps differ in this way, omit update=True in "
-            f"engine.backward"
+            f"update this parameter in optimizer.step(). If steps differ in this way, leave out update=True in "
+            f"engine.backward, or update=ps.InBackward() in ps.Config"
         )
 
 

@@ -1,6 +1,8 @@
 """Functions that expose the memory of a tensor outside PyTorch, exchange it, or write into it unnoticed."""
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -59,3 +61,31 @@ def versioned(func: Callable[..., Any]) -> Callable[..., Any]:
         return tensor
 
     return write
+
+
+def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return the tensors that a function may write in place, by its schema, its name or an option."""
+    if isinstance(func, torch._ops.OpOverload):
+        known = func._schema.arguments
+        values = [kwargs.get(each.name, args[at] if at < len(args) else None) for at, each in enumerate(known)]
+        writes = [each.alias_info is not None and each.alias_info.is_write for each in known]
+        return tensors_of([value for value, write in zip(values, writes, strict=True) if write])
+    name = getattr(func, "__name__", "")
+    in_place = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or name.startswith("__i")
+    if in_place or (any(each is True for each in (*args, *kwargs.values())) and _has_option(func)):
+        return tensors_of([*args[:1], *([] if args else kwargs.values())])
+    return tensors_of([kwargs.get("out")])
+
+
+def tensors_of(values: Sequence[Any]) -> list[Any]:
+    """Return the values, and the elements of those that are lists."""
+    return [each for value in values for each in (value if isinstance(value, list | tuple) else (value,))]
+
+
+@cache
+def _has_option(func: Any) -> bool:
+    """Return whether a function has the option `inplace`."""
+    try:
+        return "inplace" in inspect.signature(func).parameters
+    except (TypeError, ValueError):  # it is built in
+        return False

@@ -39,6 +39,9 @@ class ModelData:
         shards = self.shards
         if shards.in_backward:
             check_not_updated(managed_params, shards.backward_id)
+            for managed in managed_params:
+                if managed.schema.splits and belongs is not None:  # else a suspended window is opened again
+                    managed.state.may_grow |= managed.state.is_listed(shards.backward_id)
         displaced = [each for each in managed_params if each.state.overlays_param or each.state.reducing]
         if displaced:
             with_gradients = [managed for managed in displaced if managed.state.overlays_param]
@@ -222,7 +225,10 @@ class ModelData:
         lists = [chunk for (kind, _), chunk in self.manager.chunks.items() if kind == GRAD32]
         if not accumulated:
             for chunk in lists:
-                if not any(each.state.update_pending or each.state.late for each in shards.by_chunk[chunk.index]):
+                if shards.by_chunk[chunk.index][0].schema.splits:
+                    if chunk.index not in shards.freed_later:
+                        shards.free_gradients(chunk.index)
+                elif not any(each.state.update_pending or each.state.late for each in shards.by_chunk[chunk.index]):
                     self.manager.remove(chunk)
         changed, shards.accumulates = accumulated != shards.accumulates, accumulated
         return changed

@@ -11,7 +11,7 @@ from patrickstar._params.managed_param import ManagedParam, check_not_updated
 from patrickstar._params.row_gradient import RowGradient
 from patrickstar._schedule.coordination import Request
 from patrickstar._tiers.chunk import Chunk
-from patrickstar.errors import BudgetError
+from patrickstar.errors import BudgetError, ModelError, TrainingError
 
 
 class OneProcess:
@@ -61,11 +61,41 @@ class OneProcess:
         self.shards.before_update(managed.location.chunk)
         self.manager.mark_written(managed.chunk, on_device=managed.chunk.device.valid)
         if managed.schema.trained:
-            master = self.manager[PARAM32, managed.location.chunk]
-            self.shards.count_transfer(managed, managed.chunk, master)
+            self.shards.count_transfer(managed, managed.chunk, self.shards.chunk_of(managed, PARAM32))
             written = managed.flat(managed.chunk) if values is None else managed.flattened(values)
             for part_slice, part in self.shards.parts(managed, PARAM32, write=True):
                 follow_written(part, written[part_slice], exactly=values is not None)
+
+    def on_write_of_split(
+        self, managed: ManagedParam, values: torch.Tensor | None, before: torch.Tensor | None
+    ) -> None:
+        """Update a split master after an in-place write: elements with the same bits keep their full precision.
+
+        Args:
+            values: The written values in full precision, if they are known.
+            before: A copy of the parameter before the write.
+
+        Raises:
+            ModelError: Neither is known.
+        """
+        shards = self.shards
+        shards.check_writable(managed)
+        shards.before_update(managed.location.chunk)
+        self.manager.mark_written(managed.chunk, on_device=managed.chunk.device.valid)
+        if values is None and before is None:
+            raise ModelError(
+                f"parameter {managed.name!r} was written in place by a function that PatrickStar does not know as one "
+                f"that writes, and its old value is needed with update=ps.InBackward(): write it by a method of "
+                f"torch.Tensor, such as copy_(), or load a checkpoint and leave that option out"
+            )
+        written = managed.flat(managed.chunk).to("cpu", copy=True) if values is None else managed.flattened(values)
+        old = None if before is None else managed.flattened(before)
+        for part, master in shards.parts(managed, PARAM32, write=True):
+            new = written[part].to(master.device, master.dtype)
+            if values is None and old is not None:
+                same = old[part].view(torch.int16) == written[part].view(torch.int16)
+                new = torch.where(same.to(master.device), master, new)
+            master.copy_(new)
 
     def ensure_in_memory(self, managed: ManagedParam) -> None:
         """Ensure that a parameter's chunk is in memory and writable."""
@@ -87,7 +117,7 @@ class OneProcess:
             state.partial.add_(grad.to_dense())
             return
         lists = shards.lists_gradients or (shards.in_backward and state.may_grow)
-        if lists and state.late and not state.overlays_param:
+        if managed.schema.splits or (lists and state.late and not state.overlays_param):
             self._list_at_once(managed, grad.to_dense())
             return
         grows = state.overlays_param and state.backward_id == shards.backward_id
@@ -109,6 +139,12 @@ class OneProcess:
         if shards.in_backward and state.listed_in == shards.backward_id:
             state.may_grow = True
             shards.check_restorable(managed)
+        elif managed.schema.splits and state.accumulated:
+            raise TrainingError(
+                f"parameter {managed.name!r} got a gradient in a second backward before optimizer.step(), and "
+                f"update=ps.InBackward() in ps.Config promises one backward for each step: leave it out to accumulate "
+                f"gradients"
+            )
         shards.ensure_list(managed)
         chunk, on_device = self.manager[GRAD32, managed.location.chunk], grad.device.type == self.manager.device.type
         shards.add_to(chunk, managed, managed.flattened(grad), on_device=on_device)

@@ -52,6 +52,8 @@ class ParamState:
     not read yet."""
     listed_in: int = 0
     """Number of the backward that added its gradient to the gradient list without storing it in the place."""
+    expected_reads: int = 0
+    """Windows of an untraced iteration that backward will open on the parameter."""
 
     @property
     def tensor(self) -> TensorState:
@@ -65,6 +67,10 @@ class ParamState:
         """True if a gradient of the parameter exists in any place or stage of reduction."""
         marks = self.overlays_param or self.accumulated or self.reduced or self.ready or self.reducing
         return marks or self.partial is not None
+
+    def is_listed(self, backward_id: int) -> bool:
+        """Return whether the gradient of a backward is in the gradient list."""
+        return self.accumulated and self.listed_in == backward_id
 
     # The payload
 

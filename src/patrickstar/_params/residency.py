@@ -25,6 +25,7 @@ class Residency:
 
     def __init__(self, shards: LocalShards) -> None:
         self.manager, self.tracer, self._by_chunk = shards.manager, shards.tracer, shards.by_chunk
+        self._shards = shards
         self.active = False
         """True while accessed chunks are held, and operators on held chunks run without an access."""
         self._evaluating = False
@@ -48,8 +49,12 @@ class Residency:
 
     def covers(self, managed_params: Iterable[ManagedParam]) -> bool:
         """Return whether parameters are on held chunks, intact and up to date: while `active`, no access is needed."""
+        number = self._shards.backward_id if self._shards.in_backward else None
         for managed in managed_params:  # a loop, since this runs for every operator
-            if not managed.chunk.held or managed.state.overlays_param or managed.state.update_pending:
+            state = managed.state
+            if not managed.chunk.held or state.overlays_param or state.update_pending:
+                return False
+            if managed.schema.splits and state.listed_in == number:  # the access notes that it is read again
                 return False
         return True
 

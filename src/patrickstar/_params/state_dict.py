@@ -12,13 +12,16 @@ from torch import nn
 from patrickstar._chunks.chunk_manager import ChunkManager
 from patrickstar._distributed.param_sharding import whole_value
 from patrickstar._hardware.sigint_gate import interruption_point
-from patrickstar._layout.schema import PARAM16, PARAM32, SHARD16
+from patrickstar._layout.schema import EXP_AVG_SQ, LOW16, PARAM16, PARAM32, SHARD16
 from patrickstar._params.interception import release_parameter
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.param_values import replace_data
 from patrickstar._params.several_processes import Sharing
 from patrickstar._params.tensor_subclass import managed_param_of
 from patrickstar.errors import DiskError, ModelError, MoveError, TrainingError
+
+FULL_PRECISION = PARAM16, SHARD16, PARAM32, LOW16
+"""Lists of which parameters are read in full precision; with split masters `exp_avg_sq`, too."""
 
 
 class ModelState:
@@ -47,10 +50,10 @@ class ModelState:
     def read_local(self, managed: ManagedParam, kind: str, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return a host copy as `read`; of a DTensor only the local tensor."""
         kind = managed.shard_chunk.kind if kind == PARAM16 else kind
-        chunk = self.shards.manager[kind, managed.location.chunk]
         value = out
         if value is None:
-            value = torch.empty_strided(managed.shape, managed.region.strides, dtype=chunk.dtype, device="cpu")
+            dtype = self.shards.dtype_of(managed, kind)
+            value = torch.empty_strided(managed.shape, managed.region.strides, dtype=dtype, device="cpu")
         flat = value.as_strided((managed.numel,), (1,))
         own = flat[managed.shard_slice]
         try:
@@ -159,7 +162,9 @@ class ModelState:
         with suppress(RuntimeError):  # of a failed device; then what is freed makes no room for the plain parameters
             manager.host_tier.unlock()
         for chunk in list(manager.chunks.values()):
-            if chunk.kind not in (PARAM16, SHARD16, PARAM32):
+            params = self.shards.by_chunk.get(chunk.index, ())
+            marks = chunk.kind == EXP_AVG_SQ and any(managed.schema.splits for managed in params)
+            if chunk.kind not in FULL_PRECISION and not marks:
                 manager.remove(chunk, for_good=True)
         for index, managed_params in self.shards.by_chunk.items():
             interruption_point()
@@ -170,7 +175,7 @@ class ModelState:
                     value = self.shards.placeholder(managed.chunk.dtype).expand(managed.shape)
                 replace_data(managed.param, value)
                 managed.device_view = None
-            for kind in (PARAM16, SHARD16, PARAM32):
+            for kind in (*FULL_PRECISION, EXP_AVG_SQ):
                 if (kind, index) in manager.chunks:
                     manager.remove(manager[kind, index], for_good=True)
         if self.synchronized:

@@ -71,7 +71,8 @@ def initial_placement(
     in_memory = _in_memory(chunks, budgets.device, budgets.host)
     if in_memory is not None:
         resident = sum(chunk.optimizer_bytes for chunk in chunks if in_memory[chunk.index].optimizer is Tier.DEVICE)
-        if resident + working_set <= budgets.device:
+        gradients = max(chunk.nbytes(chunk.schema.gradient_itemsize(False)) for chunk in chunks) if resident else 0
+        if resident + gradients + working_set <= budgets.device:
             return in_memory
     return _with_disk(chunks, budgets) if budgets.disk and working_set <= budgets.device else None
 

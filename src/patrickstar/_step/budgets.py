@@ -126,7 +126,8 @@ def plan_tiers(
     libraries = library_bytes - fragmentation.unplanned_bytes(memory[0])
     check = partial(check_budgets, layout, together, device_memory=memory[0], fragmentation=fragmentation)
     optimizer = config.optimizer
-    gradients = layout.gradient_list_bytes if optimizer.updates_together else 0  # on the host, all at once
+    # On the host; all at once if parameters are updated together.
+    gradients = layout.gradient_list_bytes if optimizer.updates_together else layout.gradient_room_bytes
     device, host = memory[0] - library_bytes, memory[1] - buffers - layout.buffer_bytes - gradients
     update_bytes = _update_bytes(layout, rules)
     working_set = max(working_set_bytes(layout, together), update_bytes)
@@ -227,7 +228,7 @@ def optimizer_room_bytes(layout: Layout, host_bytes: int, device_param_bytes: in
     `on_host` holds indices of `param16` chunks that stay on the host, where their embedding lookups run.
     """
     resident = sum(chunk.compute_bytes for chunk in layout.chunks if chunk.index in on_host)
-    resident += layout.buffer_bytes + sum(chunk.shard_bytes for chunk in layout.chunks)
+    resident += layout.buffer_bytes + layout.gradient_room_bytes + sum(chunk.shard_bytes for chunk in layout.chunks)
     evictable = [chunk.evictable_bytes for chunk in layout.chunks if chunk.index not in on_host]
     spilled = sum(evictable) - device_param_bytes
     return host_bytes - resident - (min(sum(evictable), spilled + max(evictable)) if spilled > 0 else 0)

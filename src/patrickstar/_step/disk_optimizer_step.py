@@ -66,7 +66,7 @@ class DiskOptimizerStep:
         home = update.home
         update.lists = home.lists(update.index)
         if not update.pages:
-            pages = [Page(update.index, *each) for each in self.staging_pool.pages(update.lists[0])]
+            pages = [Page(update.index, *each) for each in self.staging_pool.pages(update.lists)]
             update.pages = [page for page in pages if any(page.part(managed) for managed in update.rules)]
         if home.late:
             self.read_ahead.expected.clear()  # the next step writes what its update reads, or queues all pages itself

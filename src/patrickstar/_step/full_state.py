@@ -4,6 +4,7 @@ import torch
 
 from patrickstar._hardware.sigint_gate import deferring_sigint
 from patrickstar._params.managed_param import ManagedParam
+from patrickstar._params.one_process import OneProcess
 from patrickstar._params.state_dict import ModelState
 from patrickstar._schedule.coordination import Request
 from patrickstar._step.optimizer_step import OptimizerStep
@@ -57,10 +58,21 @@ class FullState:
                 self.state.write(managed, kind, value)
             self.sharing.drop_gathered()
 
-    def follow_write(self, managed: ManagedParam, values: torch.Tensor | None = None) -> None:
-        """Update the master after an in-place write to a parameter by the user, of `values` if they are known."""
+    def follow_write(
+        self, managed: ManagedParam, values: torch.Tensor | None = None, before: torch.Tensor | None = None
+    ) -> None:
+        """Update the master after an in-place write to a parameter by the user.
+
+        Args:
+            values: The written values in full precision, if they are known.
+            before: With a split master, a copy of the parameter before the write.
+        """
         self._optimizer_step.before_write(managed.location.chunk)
-        self.sharing.on_in_place_write(managed, values)
+        if managed.schema.splits:
+            assert isinstance(self.sharing, OneProcess), "several processes have whole masters"
+            self.sharing.on_write_of_split(managed, values, before)
+        else:
+            self.sharing.on_in_place_write(managed, values)
 
     def _check_open(self, managed: ManagedParam) -> None:
         if self.shards.closed:

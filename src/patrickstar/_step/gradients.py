@@ -1,7 +1,7 @@
 """Gradients of the next step: clipping and overflow detection over all of them, reading and writing one."""
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 
@@ -240,4 +240,19 @@ class Gradients:
                     stats = grad_stats_of_parts(parts)
                     sums[managed] = stats.squares[0]
                     not_finite += stats.not_finite
-        return GradStats(*self.shards.add_squares(sums, not_finite))
+        return GradStats(*self._add_squares(sums, not_finite))
+
+    def _add_squares(self, sums: Mapping[ManagedParam, float], not_finite: int) -> tuple[tuple[float, ...], int]:
+        """Return the squared gradient sums over all ranks, in creation order, and the count of non-finite elements.
+
+        They are added in fp64, in rank order.
+        """
+        values = [sums.get(managed, 0.0) if managed.counts else 0.0 for managed in self.shards.managed_params]
+        own = torch.tensor([*values, float(not_finite)], dtype=torch.float64, device="cpu")
+        rows = self.shards.world.all_gather(own)
+        total = torch.zeros_like(rows[0])
+        for rank_row in rows:
+            total += rank_row
+        *squares, non_finite_total = total.tolist()
+        with_square = zip(self.shards.managed_params, squares, strict=True)
+        return tuple(square for managed, square in with_square if managed.in_next_step), int(non_finite_total)

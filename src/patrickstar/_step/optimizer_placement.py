@@ -21,12 +21,13 @@ class OptimizerPlacement:
         self._data = data
         self._optimizer_step = optimizer_step
         self._tracer = tracer
+        self._gradient_room_bytes = layout.gradient_room_bytes
         self._set_keep_duplicates(layout, data.manager.device_tier.budget_bytes * (100 - WARM_UP_PERCENT) // 100)
 
     def begin(self, placement: Mapping[int, ChunkTiers]) -> None:
         """Set the home tiers before the first measured step; beside an accelerator, make room for the first batch."""
         if self._data.manager.disk_tier is None:
-            self._optimizer_step.tiers.home = dict.fromkeys(self._optimizer_step.tiers.bound_to_device(), Tier.DEVICE)
+            self._optimizer_step.tiers.home = dict.fromkeys(self._bound_to_device(), Tier.DEVICE)
         else:
             self._optimizer_step.tiers.home = {index: tiers.optimizer for index, tiers in placement.items()}
 
@@ -46,9 +47,9 @@ class OptimizerPlacement:
         """Set the home tiers again after a measured step."""
         chunks, manager, non_model_bytes = layout.chunks, self._data.manager, self._tracer.peak_non_model_bytes
         self._set_keep_duplicates(layout, non_model_bytes)
-        bound_to_device = self._optimizer_step.tiers.bound_to_device() if manager.disk_tier is None else set()
+        bound_to_device = self._bound_to_device() if manager.disk_tier is None else set()
         workspace_bytes = self._optimizer_step.rules.default_workspace_bytes(self._data.managed_params)
-        chunkable = manager.device_tier.budget_bytes - non_model_bytes - workspace_bytes
+        chunkable = manager.device_tier.budget_bytes - non_model_bytes - workspace_bytes - self._gradient_room_bytes
         accumulates = self._data.accumulates
         on_host = {managed.location.chunk for managed in self._data.managed_params if managed.on_host} - bound_to_device
         on_device = margin_chunks(
@@ -78,6 +79,9 @@ class OptimizerPlacement:
             "plan: optimizer chunks: %d on the device, %d on the host, %d on disk; %d bytes of non-model data",
             *(tiers[Tier.DEVICE], host_count, tiers[Tier.DISK], non_model_bytes),
         )
+
+    def _bound_to_device(self) -> set[int]:
+        return self._optimizer_step.tiers.bound_to_device(self._gradient_room_bytes)
 
     def _operand_bytes(self, layout: Layout) -> int:
         """Return the largest number of bytes of `param16` that one operator of the traced iterations reads.

@@ -213,12 +213,14 @@ class OptimizerStep:
     def _home_of(self, index: int, rules: Rules) -> InPlace:
         """Return where the update of a chunk writes: to the host copy, if it is on the host beside an accelerator.
 
-        Then every parameter in the chunk has to be updated, since the host copy of others may be old.
+        Then every parameter in the chunk has to be updated, since the host copy of others may be old; and with split
+        masters it has to have the parameters.
         """
         states, param16 = self.data.state_chunks(index)[0], next(iter(rules)).shard_chunk
         on_host = self.updates.host is not None and states.in_memory and not states.device.valid
         whole = all(managed in rules for managed in self.data.by_chunk[index] if managed.location.numel)
-        renews = on_host and whole and param16.device.valid and param16.host.present
+        has_copy = param16.host.valid if next(iter(rules)).schema.splits else param16.host.present
+        renews = on_host and whole and param16.device.valid and has_copy
         return self._host_copy if renews else self._in_place
 
     def _delay_chunk(self, index: int, group_of: GroupOf, scales: Sequence[float]) -> None:

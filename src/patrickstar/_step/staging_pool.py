@@ -121,10 +121,11 @@ class StagingPool:
         used.update(pages.param_buffer for pages in self.live if pages.param_buffer is not None)
         return [number for number in range(self.size.pages) if number not in used]
 
-    def pages(self, chunk: Chunk) -> list[tuple[int, int]]:
-        """Return the first element and the number of elements of each page of a list."""
-        length = (self._page_bytes if self.size.by_pages else self.size.page_bytes) // chunk.dtype.itemsize
-        return [(first, min(length, chunk.numel - first)) for first in range(0, chunk.numel, max(1, length))]
+    def pages(self, lists: Sequence[Chunk]) -> list[tuple[int, int]]:
+        """Return the first element and the number of elements of each page of parallel lists."""
+        itemsize, numel = max(chunk.dtype.itemsize for chunk in lists), lists[0].numel
+        length = (self._page_bytes if self.size.by_pages else self.size.page_bytes) // itemsize
+        return [(first, min(length, numel - first)) for first in range(0, numel, max(1, length))]
 
     @staticmethod
     def writes_page(lists: Sequence[Chunk], first: int) -> bool:

@@ -133,7 +133,7 @@ class _Part:
     number: int
     """The buffer's number."""
     arrived: torch.Event | None
-    """Event behind the copy of the gradient; None if the whole gradient is on the host."""
+    """Event behind the copy of the gradient, or of the parameter with a split master; None if both are on the host."""
 
     @property
     def has_arrived(self) -> bool:
@@ -308,20 +308,23 @@ class StreamedUpdates:
     def _download(self, number: int, span: Span) -> _Part:
         memory = self._host_tier.view(self._block, torch.uint8)[number * self._buffer_bytes :]
         buffer = memory[: span.numel * span.param.itemsize].view(span.param.dtype)
-        used, grad = self._used[number], span.grad
+        used, grad, upper = self._used[number], span.grad, span.upper
         if span.param.device == span.master.device:
             param, target = span.param, None
         else:
             param, target = buffer, span.param
-        if grad.latest.device == span.master.device:
+        source = grad.latest if upper is None or upper.device == span.master.device else upper
+        if source.device == span.master.device:
             if used is not None:
                 self.accelerator.wait(used)
             return _Part(replace(span, param=param), target, number, None)
         with self.accelerator.use(self._down, after_current=False):
             if used is not None:
                 self.accelerator.order(used)
-            buffer.copy_(grad.latest, non_blocking=True)
+            buffer.copy_(source, non_blocking=True)
             arrived = self.accelerator.record()
+        if source is upper:
+            return _Part(replace(span, param=param, upper=buffer), target, number, arrived)
         return _Part(replace(span, param=param, grad=replace(grad, latest=buffer)), target, number, arrived)
 
     def _upload(self, param: torch.Tensor, part: _Part) -> torch.Event:

@@ -249,13 +249,14 @@ class InPlace(Home):
     def span(self, managed: ManagedParam, rule: Rule, part: Part = WHOLE) -> Span:
         """Return the tensors of an update in place."""
         param, dtype = self._elements(managed, PARAM16, part), getattr(torch, managed.schema.master_dtype)
+        upper = param if managed.schema.splits else None
         if managed.state.accumulated:
             sums = self._elements(managed, GRAD32, part)
             grad = Gradient(param, sums, dtype) if managed.overlays_shard else Gradient(sums, None, dtype)
         else:
             grad = Gradient(param, None, dtype)
         master, *states = self._states(managed, part)
-        return Span(param, grad, master, tuple(states), rule, name=managed.name)
+        return Span(param, grad, master, tuple(states), rule, name=managed.name, upper=upper)
 
     def whole(self, update: Update, *, beside: bool, waits: bool) -> list[Span]:
         """Return the tensors of an update in memory, whose gradients are settled unless it waits for them itself."""
@@ -272,12 +273,13 @@ class InPlace(Home):
     def count_transfers(self, managed: ManagedParam, numel: int, *, by_kernel: bool) -> int:
         """Count, and return, the bytes of an update on the host of elements of a parameter.
 
-        On the device, their gradient is copied down, and the new values up.
+        On the device, their gradient, or the parameter with a split master, is copied down, and the new values up.
         """
         if not managed.shard_chunk.device.valid:
             return 0
         nbytes = numel * managed.shard_chunk.dtype.itemsize
-        directions = [*([False] if managed.overlays_shard else []), *([True] if self.uploads else [])]
+        down = managed.overlays_shard or (managed.schema.splits and self.uploads)
+        directions = [*([False] if down else []), *([True] if self.uploads else [])]
         for to_device in directions:
             self.data.manager.count_transfer(nbytes, to_device=to_device, by_kernel=by_kernel)
         return nbytes * len(directions)
@@ -314,7 +316,7 @@ class InHostCopy(InPlace):
     def span(self, managed: ManagedParam, rule: Rule, part: Part = WHOLE) -> Span:
         """Return the tensors of an update that writes the host copy."""
         param = managed.shard_chunk.flat_on_host(managed.location.offset, managed.location.numel)
-        return replace(super().span(managed, rule, part), param=param)
+        return replace(super().span(managed, rule, part), param=param, upper=param if managed.schema.splits else None)
 
     def end(self, rules: Rules) -> None:
         """Let operators read the new parameters, which are copied to the device."""

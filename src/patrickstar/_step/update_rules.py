@@ -7,6 +7,7 @@ import torch
 
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.update_rule import Rule
+from patrickstar._layout.schema import ParamSchema
 from patrickstar._params.local_shards import LocalShards
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._tiers.chunk import Chunk
@@ -63,13 +64,12 @@ class UpdateRules:
 
     def workspace_bytes(self, rules: Mapping[ManagedParam, Rule]) -> int:
         """Return the largest workspace of the updates of parameters on the device, in bytes."""
-        sizes = (
-            self._kernels.workspace_bytes(
-                rule, self._device, getattr(torch, managed.schema.master_dtype), managed.location.numel
-            )
-            for managed, rule in rules.items()
-        )
+        sizes = (self._workspace_bytes(each.schema, each.location.numel, rule) for each, rule in rules.items())
         return max(sizes, default=0)
+
+    def _workspace_bytes(self, schema: ParamSchema, numel: int, rule: Rule) -> int:
+        dtype = getattr(torch, schema.master_dtype)
+        return self._kernels.workspace_bytes(rule, self._device, dtype, numel, splits=schema.splits)
 
     def make_room(
         self, data: LocalShards, rules: Mapping[ManagedParam, Rule], used: Sequence[Chunk], *, on_device: bool = False

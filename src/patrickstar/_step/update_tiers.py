@@ -22,15 +22,15 @@ class UpdateTiers:
         """Home tier of the optimizer chunks of each index; the host for others."""
         self._waits_for_copies = waits_for_copies
 
-    def bound_to_device(self) -> set[int]:
+    def bound_to_device(self, beside_bytes: int) -> set[int]:
         """Return indices whose optimizer chunks are on the device and do not fit on the host.
 
-        Evicting them must leave the host enough room to swap two `param16` chunks.
+        Evicting them must leave the host `beside_bytes` and enough room to swap two `param16` chunks.
         """
         manager = self.data.manager
         param_chunks = [managed_params[0].chunk for managed_params in self.data.by_chunk.values()]
         exchange = 2 * max(0 if chunk.sharded else chunk.nbytes for chunk in param_chunks)
-        free = manager.host_tier.free_bytes + manager.host_tier.spare_bytes - exchange
+        free = manager.host_tier.free_bytes + manager.host_tier.spare_bytes - exchange - beside_bytes
         bound = set()
         for index in self.data.by_chunk:
             # Some of them may have been evicted already, to make room for `param16`.
@@ -70,6 +70,8 @@ class UpdateTiers:
         manager = self.data.manager
         home = self.tier_of(index) if tier is None else tier
         chunks, param16 = self._optimizer_chunks(index), managed_params[0].shard_chunk
+        if home is Tier.DISK and managed_params[0].schema.splits:  # gradients in memory are read there, and freed
+            chunks = self.data.optimizer_chunks(index)
         # Also if only other ranks own elements with a gradient: linked processes move the same chunks.
         if any(managed.has_gradient or managed.in_next_step for managed in managed_params):
             manager.transfers.settle(param16, in_order=True)

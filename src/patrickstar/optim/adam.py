@@ -31,6 +31,11 @@ class Adam(Optimizer):
         """True if weight decay is decoupled from the gradient, as in AdamW."""
         return False
 
+    @property
+    def splits_masters(self) -> bool:
+        """True unless a state is a code, or the class is derived and has another rule."""
+        return type(self) in (Adam, AdamW)
+
     def defaults(self) -> dict[str, Any]:
         """Return the default options, with those of torch's Adam, so that either can load the other's state."""
         off = dict(amsgrad=False, maximize=False, capturable=False, differentiable=False, foreach=None, fused=None)

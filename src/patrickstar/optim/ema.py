@@ -66,6 +66,11 @@ class EMA(Optimizer):
         return self.optimizer.needs_count
 
     @property
+    def splits_masters(self) -> bool:
+        """True if the inner optimizer's masters may be split."""
+        return self.optimizer.splits_masters
+
+    @property
     def states(self) -> tuple[str, ...]:
         """States of the inner optimizer, and the average."""
         return (*self.optimizer.states, EMA_STATE)

@@ -9,10 +9,10 @@ from torch import nn
 
 from patrickstar._kernels.torch_optim_group import GroupOptimizer
 from patrickstar._kernels.update_rule import Rule
-from patrickstar._layout.schema import GRAD32, PARAM16, PARAM32
+from patrickstar._layout.schema import GRAD32, LOW16, PARAM16, PARAM32
 from patrickstar._options import Options
 
-RESERVED = (PARAM16, PARAM32, GRAD32, "step")
+RESERVED = (PARAM16, PARAM32, LOW16, GRAD32, "step")
 """Names that a custom optimizer state can't have."""
 
 ParamGroups = Callable[[nn.Module], Iterable[dict[str, Any]]]
@@ -79,6 +79,11 @@ class Optimizer(Options):
     def needs_count(self) -> bool:
         """True if saved states can be loaded only with their step count."""
         return True
+
+    @property
+    def splits_masters(self) -> bool:
+        """True if masters may be split: the rule is Adam's, whose second moment is never negative."""
+        return False
 
     @property
     def states(self) -> tuple[str, ...]:
