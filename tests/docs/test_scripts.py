@@ -30,6 +30,8 @@ PRINTED = {
 }
 """Options of each example, for fewer steps than its own, and a part of what it prints at its end."""
 PROCESSES = {"experts": 4, "restart": 2}
+ELSEWHERE = {"kill_me"}
+"""Run by `tests/distributed/test_kills.py`."""
 
 
 def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -71,7 +73,7 @@ def test_a_page_runs_as_a_script(page: Path, tmp_path: Path) -> None:
                     assert_ended_well(run(tmp_path, "-m", *words))
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES.glob("*.py")))
+@pytest.mark.parametrize("name", sorted({path.stem for path in EXAMPLES.glob("*.py")} - ELSEWHERE))
 def test_an_example_runs_as_a_script(name: str, tmp_path: Path) -> None:
     if name == "ray_train":
         pytest.importorskip("ray", reason="ray is not installed: pip install '.[ray]'")
