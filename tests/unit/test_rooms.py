@@ -20,7 +20,7 @@ MOST_LINES = {
     "_kernels": 2870,
     "_layout": 961,
     "_models": 773,
-    "_params": 3311,
+    "_params": 3322,
     "_perf_model": 2781,
     "_plan": 1831,
     "_report": 962,

@@ -1,25 +1,36 @@
 """Masters and second moments of split masters, as if each had a list of its own. See [Note: split masters]."""
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
+from patrickstar._chunks.chunk_manager import ChunkManager
 from patrickstar._kernels.rounding import canonical_nan_
 from patrickstar._kernels.split_masters import joined_masters, magnitudes, split_masters, with_marks
 from patrickstar._layout.schema import EXP_AVG_SQ, LOW16
 from patrickstar._params.managed_param import ManagedParam
+from patrickstar._tiers.chunk import Chunk
 from patrickstar.errors import ModelError
-
-if TYPE_CHECKING:
-    from patrickstar._params.local_shards import LocalShards
 
 PAGE_NUMEL = 1 << 18
 """Elements that are restored at a time, on the host: their temporaries have 6 MiB."""
 
 
+class StoredLists(Protocol):
+    """Access to lists as they are stored: `LocalShards`."""
+
+    manager: ChunkManager
+
+    def stored_parts(
+        self, managed: ManagedParam, kind: str, *, write: bool = False, within: slice | None = None
+    ) -> Iterator[tuple[slice, torch.Tensor]]: ...
+
+    def chunk_of(self, managed: ManagedParam, kind: str) -> Chunk: ...
+
+
 def restored_parts(
-    data: "LocalShards", managed: ManagedParam, kind: str, write: bool, within: slice
+    data: StoredLists, managed: ManagedParam, kind: str, write: bool, within: slice
 ) -> Iterator[tuple[slice, torch.Tensor]]:
     """Yield copies of masters or second moments on the host, page by page; see `LocalShards.parts`.
 
@@ -73,7 +84,7 @@ def _check(managed: ManagedParam, moments: torch.Tensor) -> None:
         )
 
 
-def _read(data: "LocalShards", managed: ManagedParam, kind: str, within: slice) -> torch.Tensor:
+def _read(data: StoredLists, managed: ManagedParam, kind: str, within: slice) -> torch.Tensor:
     """Return a copy of elements of a list on the host; in a dry run, which has no values, without memory."""
     dtype, device = data.chunk_of(managed, kind).dtype, "meta" if data.manager.device.type == "meta" else "cpu"
     values = torch.empty(within.stop - within.start, dtype=dtype, device=device)
@@ -82,6 +93,6 @@ def _read(data: "LocalShards", managed: ManagedParam, kind: str, within: slice) 
     return values
 
 
-def _write(data: "LocalShards", managed: ManagedParam, kind: str, within: slice, values: torch.Tensor) -> None:
+def _write(data: StoredLists, managed: ManagedParam, kind: str, within: slice, values: torch.Tensor) -> None:
     for part, stored in data.stored_parts(managed, kind, write=True, within=within):
         stored.copy_(values[part.start - within.start : part.stop - within.start])
