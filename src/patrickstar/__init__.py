@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from patrickstar._plan.plan import Plan
     from patrickstar._plan.planner import plan
     from patrickstar._step.stats import StepStats
-    from patrickstar.config import Config, Delayed, Disk, LockFree
+    from patrickstar.config import Config, Delayed, Disk, InBackward, LockFree
     from patrickstar.optim import (
         EMA,
         SGD,
