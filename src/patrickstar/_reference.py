@@ -13,7 +13,7 @@ from patrickstar._dry_run.precision_choice import settle_precision
 from patrickstar._kernels.grad_norm import GradStats, block_sums, fold
 from patrickstar._kernels.rounding import canonical_nan_, round_into
 from patrickstar._kernels.update_rule import Rule
-from patrickstar._params.local_shards import follow_written
+from patrickstar._params.param_values import follow_written
 from patrickstar._params.precision import LossScaler, cast_inputs, clip_coefficient, compute_dtypes
 from patrickstar.config import Config
 from patrickstar.optim import Optimizer, TorchOptimizer

@@ -2,7 +2,8 @@
 
 import torch
 
-from patrickstar._params.local_shards import copy_rounded, follow_written
+from patrickstar._params.local_shards import copy_rounded
+from patrickstar._params.param_values import follow_written
 from patrickstar.testing import assert_same_bits
 
 

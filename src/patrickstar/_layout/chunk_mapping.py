@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from patrickstar._layout.schema import ITEMSIZE, ParamSchema
+from patrickstar._layout.schema import ParamSchema
 from patrickstar._layout.shard_group import ShardGroup, largest_group
 from patrickstar.errors import ModelError
 
@@ -183,8 +183,7 @@ class Layout:
     @property
     def gradient_list_bytes(self) -> int:
         """Bytes of the list of gradients of all trained parameters, if it is allocated."""
-        trained = [chunk for chunk in self.chunks if chunk.schema.trained]
-        return sum(chunk.nbytes(ITEMSIZE[chunk.schema.master_dtype]) for chunk in trained)
+        return sum(chunk.nbytes(chunk.schema.gradient_itemsize(True)) for chunk in self.chunks)
 
     @property
     def gradient_room_bytes(self) -> int:

@@ -27,18 +27,6 @@ from patrickstar.errors import TrainingError
 # the flag of the placeholder's storage ([Note: storages that refuse to be read]), or NaN where there is no such flag.
 
 
-def follow_written(master: torch.Tensor, written: torch.Tensor, *, exactly: bool = False) -> None:
-    """Copy changed elements of a rounded copy of `master` into it; unchanged ones keep their full precision.
-
-    `exactly`: `written` has full precision itself, so copy all elements.
-    """
-    written = written.to(master.device)
-    if exactly:
-        master.copy_(written)
-        return
-    master.copy_(torch.where(master.to(written.dtype) == written, master, written.to(master.dtype)))
-
-
 def copy_rounded(master: torch.Tensor, payload: torch.Tensor) -> None:
     """Round `master` into `payload` with the same bits as an update; round before a copy between devices."""
     if master.device == payload.device:
@@ -62,8 +50,8 @@ class LocalShards:
         """True if the last step had several backwards."""
         self.lists_gradients = False
         """True if gradients of delayed parameters go to the gradient list. See [Note: delayed updates]."""
-        self.freed_later: list[int] = []
-        """Indices of chunks whose gradients an update in backward has used, or will, the first ones first."""
+        self.freed_next: int | None = None
+        """Index of the chunk that was updated last in backward, with gradients beside its parameters."""
         self.reads: dict[int, Transfer] = {}
         """Reads of masters, states and frozen parameters by a checkpoint in progress, by chunk index."""
         self.closed = False

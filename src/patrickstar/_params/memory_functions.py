@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from patrickstar._params.precision import tensors_in
 from patrickstar.errors import ModelError
 
 _TENSOR = torch.Tensor
@@ -63,23 +64,18 @@ def versioned(func: Callable[..., Any]) -> Callable[..., Any]:
     return write
 
 
-def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """Return the tensors that a function may write in place, by its schema, its name or an option."""
     if isinstance(func, torch._ops.OpOverload):
         known = func._schema.arguments
         values = [kwargs.get(each.name, args[at] if at < len(args) else None) for at, each in enumerate(known)]
         writes = [each.alias_info is not None and each.alias_info.is_write for each in known]
-        return tensors_of([value for value, write in zip(values, writes, strict=True) if write])
+        return tensors_in([value for value, write in zip(values, writes, strict=True) if write])
     name = getattr(func, "__name__", "")
     in_place = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or name.startswith("__i")
     if in_place or (any(each is True for each in (*args, *kwargs.values())) and _has_option(func)):
-        return tensors_of([*args[:1], *([] if args else kwargs.values())])
-    return tensors_of([kwargs.get("out")])
-
-
-def tensors_of(values: Sequence[Any]) -> list[Any]:
-    """Return the values, and the elements of those that are lists."""
-    return [each for value in values for each in (value if isinstance(value, list | tuple) else (value,))]
+        return tensors_in([*args[:1], *([] if args else kwargs.values())])
+    return tensors_in([kwargs.get("out")])
 
 
 @cache

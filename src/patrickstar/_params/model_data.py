@@ -226,7 +226,7 @@ class ModelData:
         if not accumulated:
             for chunk in lists:
                 if shards.by_chunk[chunk.index][0].schema.splits:
-                    if chunk.index not in shards.freed_later:
+                    if chunk.index != shards.freed_next:
                         shards.free_gradients(chunk.index)
                 elif not any(each.state.update_pending or each.state.late for each in shards.by_chunk[chunk.index]):
                     self.manager.remove(chunk)

@@ -6,8 +6,9 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 import torch
 
 from patrickstar._layout.schema import GRAD32, PARAM16, PARAM32
-from patrickstar._params.local_shards import LocalShards, follow_written
+from patrickstar._params.local_shards import LocalShards
 from patrickstar._params.managed_param import ManagedParam, check_not_updated
+from patrickstar._params.param_values import follow_written
 from patrickstar._params.row_gradient import RowGradient
 from patrickstar._schedule.coordination import Request
 from patrickstar._tiers.chunk import Chunk
@@ -55,47 +56,35 @@ class OneProcess:
         managed.state.remove_overlay()
         managed.show_values()
 
-    def on_in_place_write(self, managed: ManagedParam, values: torch.Tensor | None = None) -> None:
-        """Update the master after an in-place write to a parameter by the user, of `values` if they are known."""
-        self.shards.check_writable(managed)
-        self.shards.before_update(managed.location.chunk)
-        self.manager.mark_written(managed.chunk, on_device=managed.chunk.device.valid)
-        if managed.schema.trained:
-            self.shards.count_transfer(managed, managed.chunk, self.shards.chunk_of(managed, PARAM32))
-            written = managed.flat(managed.chunk) if values is None else managed.flattened(values)
-            for part_slice, part in self.shards.parts(managed, PARAM32, write=True):
-                follow_written(part, written[part_slice], exactly=values is not None)
-
-    def on_write_of_split(
-        self, managed: ManagedParam, values: torch.Tensor | None, before: torch.Tensor | None
+    def on_in_place_write(
+        self, managed: ManagedParam, values: torch.Tensor | None = None, before: torch.Tensor | None = None
     ) -> None:
-        """Update a split master after an in-place write: elements with the same bits keep their full precision.
+        """Update the master after an in-place write to a parameter by the user.
 
         Args:
             values: The written values in full precision, if they are known.
-            before: A copy of the parameter before the write.
+            before: With a split master, a copy of the parameter before the write.
 
         Raises:
-            ModelError: Neither is known.
+            ModelError: The master is split, and neither is known.
         """
-        shards = self.shards
-        shards.check_writable(managed)
-        shards.before_update(managed.location.chunk)
+        self.shards.check_writable(managed)
+        self.shards.before_update(managed.location.chunk)
         self.manager.mark_written(managed.chunk, on_device=managed.chunk.device.valid)
-        if values is None and before is None:
+        if not managed.schema.trained:
+            return
+        if managed.schema.splits and values is None and before is None:
             raise ModelError(
                 f"parameter {managed.name!r} was written in place by a function that PatrickStar does not know as one "
                 f"that writes, and its old value is needed with update=ps.InBackward(): write it by a method of "
                 f"torch.Tensor, such as copy_(), or load a checkpoint and leave that option out"
             )
-        written = managed.flat(managed.chunk).to("cpu", copy=True) if values is None else managed.flattened(values)
+        self.shards.count_transfer(managed, managed.chunk, self.shards.chunk_of(managed, PARAM32))
+        written = managed.flat(managed.chunk) if values is None else managed.flattened(values)
         old = None if before is None else managed.flattened(before)
-        for part, master in shards.parts(managed, PARAM32, write=True):
-            new = written[part].to(master.device, master.dtype)
-            if values is None and old is not None:
-                same = old[part].view(torch.int16) == written[part].view(torch.int16)
-                new = torch.where(same.to(master.device), master, new)
-            master.copy_(new)
+        for where, part in self.shards.parts(managed, PARAM32, write=True):
+            earlier = None if old is None else old[where]
+            follow_written(part, written[where], exactly=values is not None, before=earlier)
 
     def ensure_in_memory(self, managed: ManagedParam) -> None:
         """Ensure that a parameter's chunk is in memory and writable."""

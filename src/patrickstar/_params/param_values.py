@@ -1,4 +1,4 @@
-"""Exchange the values of a Parameter while it stays the same object."""
+"""Exchange the values of a Parameter while it stays the same object, and let masters follow them."""
 
 import torch
 from torch import nn
@@ -17,3 +17,23 @@ def replace_data(param: torch.Tensor, data: torch.Tensor) -> None:
         torch.utils.swap_tensors(param, nn.Parameter(data, requires_grad=param.requires_grad))
     else:
         param.data = data
+
+
+def follow_written(
+    master: torch.Tensor, written: torch.Tensor, *, exactly: bool = False, before: torch.Tensor | None = None
+) -> None:
+    """Copy changed elements of a rounded copy of `master` into it; unchanged ones keep their full precision.
+
+    Args:
+        exactly: `written` has full precision itself, so copy all elements.
+        before: The rounded copy before the write, on the device of `master`, if `master` is restored from `written`.
+    """
+    written = written.to(master.device)
+    if exactly:
+        master.copy_(written)
+        return
+    if before is None:
+        same = master.to(written.dtype) == written
+    else:
+        same = before.view(torch.int16) == written.view(torch.int16)
+    master.copy_(torch.where(same, master, written.to(master.dtype)))

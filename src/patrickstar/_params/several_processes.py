@@ -9,9 +9,10 @@ import torch
 from patrickstar._distributed.tensor_json import from_json, to_json
 from patrickstar._layout.schema import GRAD32, KEPT32, PARAM16, PARAM32, SHARD16
 from patrickstar._params.chunk_comm import ChunkComm
-from patrickstar._params.local_shards import LocalShards, follow_written
+from patrickstar._params.local_shards import LocalShards
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.one_process import OneProcess
+from patrickstar._params.param_values import follow_written
 from patrickstar._params.row_gradient import RowGradient
 from patrickstar._schedule.coordination import Request
 from patrickstar._tiers.chunk import Chunk
@@ -72,7 +73,9 @@ class SeveralProcesses:
         self.manager.regather(managed.chunk)
         self.shards.update_param_views()
 
-    def on_in_place_write(self, managed: ManagedParam, values: torch.Tensor | None = None) -> None:
+    def on_in_place_write(
+        self, managed: ManagedParam, values: torch.Tensor | None = None, before: torch.Tensor | None = None
+    ) -> None:
         """Copy an in-place write, which the user makes on every rank, to the owner's shard and master.
 
         Synchronizes first: a slower rank must still gather the old values.

@@ -1,7 +1,7 @@
 """Masters and second moments of split masters, as if each had a list of its own. See [Note: split masters]."""
 
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -62,7 +62,7 @@ def restored_parts(
                 _write(data, managed, each, part, values)
 
 
-def values_before(tensors: Iterable[Any]) -> dict[ManagedParam, torch.Tensor]:
+def values_before(tensors: Iterable[torch.Tensor]) -> dict[ManagedParam, torch.Tensor]:
     """Return copies, on the host, of parameters with split masters among tensors that an operator may write.
 
     They have to be on the device. A write may replace the digits that their lower halves belong to.

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from enum import Enum
 
 from patrickstar._layout.chunk_mapping import ChunkSpec
-from patrickstar._layout.schema import ITEMSIZE
 
 WARM_UP_PERCENT = 80
 """Share of the device budget that chunks may fill during warm-up, when the operators' allocations are not yet known
@@ -185,7 +184,7 @@ def margin_chunks(
         if chunk.sharded:  # a shard follows its states
             nbytes += chunk.own_numel * chunk.schema.compute.itemsize
         if accumulates:
-            nbytes += chunk.nbytes(ITEMSIZE[chunk.schema.master_dtype])
+            nbytes += chunk.nbytes(chunk.schema.gradient_itemsize(accumulates))
         fits = chunk.index not in on_host and nbytes <= margin
         if chunk.schema.trained and (chunk.index in bound_to_device or fits):
             placed.append(chunk.index)
@@ -212,8 +211,8 @@ def home_tiers(
     for position in sorted(range(len(chunks)), key=lambda position: position * GOLDEN_SECTION % 1):
         chunk = chunks[position]
         nbytes = chunk.optimizer_bytes
-        if accumulates and chunk.schema.trained:
-            nbytes += chunk.nbytes(ITEMSIZE[chunk.schema.master_dtype])
+        if accumulates:
+            nbytes += chunk.nbytes(chunk.schema.gradient_itemsize(accumulates))
         if tiers[chunk.index] is Tier.DISK and nbytes <= host_bytes:
             tiers[chunk.index] = Tier.HOST
             host_bytes -= nbytes

@@ -4,7 +4,6 @@ import torch
 
 from patrickstar._hardware.sigint_gate import deferring_sigint
 from patrickstar._params.managed_param import ManagedParam
-from patrickstar._params.one_process import OneProcess
 from patrickstar._params.state_dict import ModelState
 from patrickstar._schedule.coordination import Request
 from patrickstar._step.optimizer_step import OptimizerStep
@@ -68,11 +67,7 @@ class FullState:
             before: With a split master, a copy of the parameter before the write.
         """
         self._optimizer_step.before_write(managed.location.chunk)
-        if managed.schema.splits:
-            assert isinstance(self.sharing, OneProcess), "several processes have whole masters"
-            self.sharing.on_write_of_split(managed, values, before)
-        else:
-            self.sharing.on_in_place_write(managed, values)
+        self.sharing.on_in_place_write(managed, values, before)
 
     def _check_open(self, managed: ManagedParam) -> None:
         if self.shards.closed:

@@ -111,15 +111,14 @@ class OptimizerInBackward:
                 self._free_gradients_before(index)
 
     def _free_gradients_before(self, index: int) -> None:
-        """Free the gradients of the chunks that were updated before one, while no operator holds parameters.
+        """Free the gradients of the chunk that was updated before one, while no operator holds parameters.
 
         So those of one chunk that is updated exist beside those that the next operator gives, which may lie in two:
         `chunk_mapping.LISTS_AT_ONCE`.
         """
-        later = self.data.freed_later
-        for earlier in [each for each in later if each != index]:
+        earlier, self.data.freed_next = self.data.freed_next, index
+        if earlier is not None and earlier != index:
             self.data.free_gradients(earlier)
-        later[:] = [index]
 
     def finish(self, groups: Mapping[ManagedParam, Mapping[str, Any]]) -> None:
         """End at the step. Raises TrainingError if hyper-parameters changed since `begin`."""
