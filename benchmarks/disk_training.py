@@ -1,9 +1,10 @@
 """Measure training from disk: step time against plain PyTorch and against the hardware limit, and a large model.
 
-python benchmarks/disk_training.py --directory DIR [--cases plain medium packed durable bound large] [--rounds 3]
+python benchmarks/disk_training.py --directory DIR [--cases plain medium packed split durable bound large] [--rounds 3]
 Cases: `plain` and `medium` (GPT-2 124M and 355M, parameters and optimizer states on disk, resident memory at most 1.6
 and 2.7 GiB, against a plain PyTorch loop), `packed` (355M with packed pages against the same without, on this drive
-and on slower ones), `durable` (355M with a checkpoint of each step that refers to pages on disk, against none),
+and on slower ones), `split` (355M with split masters, packed too, against whole ones with `update=True`, likewise),
+`durable` (355M with a checkpoint of each step that refers to pages on disk, against none),
 `bound` (optimizer states on disk, step time against the slowest of compute, reads and writes),
 `large` (2 billion parameters with 3 GiB of device and 4 GiB of host memory). Every run is a separate
 process, so that its resident memory can be measured; the sides of a ratio alternate.
@@ -65,6 +66,7 @@ def run(
     host_memory: str | None = None,
     max_norm: float | None = None,
     packed: bool = False,
+    split: bool = False,
     rate: float | None = None,
     saves: bool = False,
     turns: int = 0,
@@ -73,6 +75,7 @@ def run(
     """Train in this process and return the measurements. `side`: "plain", "memory" or "disk".
 
     Args:
+        split: Update in every backward, with split masters.
         rate: Bytes per second that the drive reads, and writes, at most; None: what it can.
         saves: Save a checkpoint of each step that refers to pages on disk.
         turns: After the steps, take TURN_STEPS with such checkpoints and as many without, so often by turns; `turns`
@@ -97,6 +100,7 @@ def run(
             host_memory=host_memory,
             disk=None if side == "memory" else ps.Disk(directory=directory, packed=packed, durable=saves),
             optimizer=ps.AdamW(lr=LEARNING_RATE, weight_decay=0.01),
+            update=ps.InBackward() if split else None,
         )
         started = time.perf_counter()
         trainer = Engine(built, config, weights=partial(pattern, built))
@@ -107,7 +111,7 @@ def run(
         result |= {"load_s": seconds_of(lambda: checkpoints.load(trainer)), "engine_s": engine_s}
         found = trainer.inspect()
         result["held"] = found.device.chunk_bytes + found.host.chunk_bytes
-    update = {"update": True} if max_norm is None and side != "plain" else {}
+    update = {"update": True} if max_norm is None and side != "plain" and not split else {}
 
     def step(saves: bool = saves) -> None:
         result["losses"].append(train_step(trainer, ids, max_norm=max_norm, **update).item())
@@ -217,36 +221,65 @@ def against_plain(given: argparse.Namespace, *, case: str, model: str, device: s
     )
 
 
-def packed(given: argparse.Namespace) -> None:
-    """Compare packed pages with pages as they are, by turns."""
+Sides = dict[str, dict[str, Any]]
+"""What differs in the work of each side of a comparison by turns, by title."""
+
+
+def by_turns(given: argparse.Namespace, base: dict[str, Any], sides: Sides) -> list[dict[str, str]]:
+    """Compare other ways to have pages on disk with one, by turns and with equal losses, on this drive and slower ones.
+
+    Args:
+        base: What differs in the work of the side that the others are compared with.
+        sides: That of the others.
+    """
     work = {"model": "355m", "batch": 2, "steps": PLAIN_STEPS, "device_memory": "1700MiB", "host_memory": HOST_MEMORY}
     rows = []
     for rate in (None, 1e9, 0.5e9):
         rounds = [
-            [in_a_process(given, "disk", **work, max_norm=1.0, packed=packs, rate=rate) for packs in (False, True)]
+            [in_a_process(given, "disk", **work, **each, rate=rate) for each in (base, *sides.values())]
             for _ in range(given.rounds)
         ]
-        ratios = sorted(steady(ours) / steady(base) for base, ours in rounds)
-        base, ours = rounds[-1]
-        assert base["losses"] == ours["losses"], "packed pages have changed a bit"
-        nbytes = [sum(steady(each, key) for key in (READ, WRITTEN)) for each in (base, ours)]
-        rows.append(
-            {
-                "drive": "this one" if rate is None else f"{rate / 1e9:.1f} GB/s each way",
-                "step": f"{median(steady(each) for each, _ in rounds):.2f} s",
-                "packed": f"{median(steady(each) for _, each in rounds):.2f} s",
-                "ratio (range)": f"{median(ratios):.2f} ({ratios[0]:.2f} - {ratios[-1]:.2f})",
-                "read / written per step": f"{size(base, READ)} / {size(base, WRITTEN)}",
-                "packed, read / written": f"{size(ours, READ)} / {size(ours, WRITTEN)}",
-                "ratio of bytes": f"{nbytes[1] / nbytes[0]:.3f}",
+        first, *others = zip(*rounds, strict=True)
+        row = {
+            "drive": "this one" if rate is None else f"{rate / 1e9:.1f} GB/s each way",
+            "step": f"{median(map(steady, first)):.2f} s",
+            "read / written per step": f"{size(first[-1], READ)} / {size(first[-1], WRITTEN)}",
+        }
+        for title, found in zip(sides, others, strict=True):
+            assert found[-1]["losses"] == first[-1]["losses"], f"{title} has changed a bit"
+            ratios = sorted(steady(one) / steady(other) for one, other in zip(found, first, strict=True))
+            nbytes = [sum(steady(each, key) for key in (READ, WRITTEN)) for each in (first[-1], found[-1])]
+            row |= {
+                title: f"{median(map(steady, found)):.2f} s",
+                f"{title}, ratio (range)": f"{median(ratios):.2f} ({ratios[0]:.2f} - {ratios[-1]:.2f})",
+                f"{title}, read / written": f"{size(found[-1], READ)} / {size(found[-1], WRITTEN)}",
+                f"{title}, ratio of bytes": f"{nbytes[1] / nbytes[0]:.3f}",
             }
-        )
+        rows.append(row)
+    return rows
+
+
+def packed(given: argparse.Namespace) -> None:
+    """Compare packed pages with pages as they are."""
     publish(
         "disk_training_packed",
         f"GPT-2 355M, 2 x {SEQUENCE} tokens, bf16, clipped, device budget 1700 MiB, host budget {HOST_MEMORY}, the "
         f"rest on disk: pages as they are and packed, by turns, with equal losses. A slower drive is this one, whose "
         f"calls end as if it had that rate. Medians of steps 4 to {PLAIN_STEPS}, then of {given.rounds} rounds.",
-        rows,
+        by_turns(given, {"max_norm": 1.0}, {"packed": {"max_norm": 1.0, "packed": True}}),
+    )
+
+
+def split(given: argparse.Namespace) -> None:
+    """Compare split masters with whole ones, which are updated in backward, too."""
+    sides: Sides = {"split": {"split": True}, "split and packed": {"split": True, "packed": True}}
+    publish(
+        "disk_training_split",
+        f"GPT-2 355M, 2 x {SEQUENCE} tokens, bf16, device budget 1700 MiB, host budget {HOST_MEMORY}, the rest on disk: "
+        f"whole masters (`update=True`), split ones (`ps.InBackward()`), and these with packed pages, by turns, with "
+        f"equal losses. A slower drive is this one, whose calls end as if it had that rate. Medians of steps 4 to "
+        f"{PLAIN_STEPS}, then of {given.rounds} rounds.",
+        by_turns(given, {}, sides),
     )
 
 
@@ -350,6 +383,7 @@ CASES = {
     "plain": partial(against_plain, case="plain", model="124m", device="850MiB", rss="1.60 GiB", limit=1.05),
     "medium": partial(against_plain, case="medium", model="355m", device="1700MiB", rss="2.70 GiB", limit=1.12),
     "packed": packed,
+    "split": split,
     "durable": durable,
     "bound": bound,
     "large": large,
