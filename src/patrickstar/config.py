@@ -304,6 +304,11 @@ class Config(Options):
         return isinstance(self.update, InBackward)
 
     @property
+    def splits_masters(self) -> bool:
+        """True if masters of bfloat16 parameters are split: their gradients are not in place of the upper halves."""
+        return isinstance(self.update, InBackward | LockFree) and self.optimizer.splits_masters
+
+    @property
     def late_update(self) -> Delayed | LockFree | None:
         """The option of updates that take effect after the next forward has begun; None without them."""
         return None if isinstance(self.update, InBackward) else self.update

@@ -323,7 +323,7 @@ def test_the_buffers_are_counted_and_stay_on_the_host(tmp_path):
     ):
         more = late.layout.model_data_bytes - exact.layout.model_data_bytes
         param16 = sum(chunk.nbytes for chunk in manager_of(exact).param16.values())
-        assert more == 3 * param16
+        assert more == 2 * param16  # newest values and sums in fp32, less the upper halves of masters
         choice = random.Random(0)
         for number in range(4):
             step(late, number)

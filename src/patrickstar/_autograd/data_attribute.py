@@ -84,7 +84,7 @@ class DataAttribute:
         with interceptor.accessed(managed):
             shards.check_writable(managed)
             self._keep(managed, views, full)
-            before = copy_of(managed) if managed.schema.splits else None
+            before = copy_of(managed) if managed.schema.gradients_beside else None
             managed.payload().copy_(local_part(value))
             torch.autograd.graph.increment_version(managed.param)
             self._full_state.follow_write(managed, master, before)

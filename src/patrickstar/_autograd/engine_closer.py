@@ -105,6 +105,8 @@ class EngineCloser:
                 try:
                     optimizer_step.close()
                 finally:
+                    if manager.io_dispatch.failed is not None:
+                        state.torn = optimizer_step.updates.torn()
                     lost = state.release()
                     if state.sharing.comm is not None:
                         state.sharing.comm.close()
@@ -114,15 +116,21 @@ class EngineCloser:
         """Close the engine after a disk or thread failure lost bytes of chunks."""
         if (lost := self.release()) is None:
             return
-        # Without the other processes nothing can be read back, so that the names say nothing.
-        names = "" if isinstance(error, PeerError) or not lost else f": {', '.join(lost)}"
-        begun = self.optimizer_in_backward.optimizer_step.updates.updated_in_part
-        partly = [name for name in begun if name not in lost]
-        error.add_note(
-            f"The engine is closed. {len(lost)} parameters could not be read back and are NaN{names}. "
-            + (f"{len(partly)} may be updated in part: {', '.join(partly)}. " if partly else "")
-            + "Continue from a saved state with a new engine."
-        )
+        # Without the other processes nothing can be read back, so that names say nothing.
+        alone = isinstance(error, PeerError)
+        losses = f"{len(lost)} parameters could not be read back and are NaN." if alone and lost else self.losses(lost)
+        error.add_note(f"The engine is closed. {losses} Continue from a saved state with a new engine.")
+
+    def losses(self, lost: list[str]) -> str:
+        """Describe the parameters that a failed disk or thread has damaged; `lost`: those that are NaN."""
+        of_names = {
+            "could not be read back and are NaN": lost,
+            "may be updated in part": self.optimizer_in_backward.optimizer_step.updates.updated_in_part,
+            "are rounded as operators read them: digits of their masters are lost": sorted(map(str, self._state.torn)),
+        }
+        found = {loss: [name for name in names if names is lost or name not in lost] for loss, names in of_names.items()}
+        texts = [f"{len(names)} parameters {loss}: {', '.join(names)}." for loss, names in found.items() if names]
+        return " ".join(texts) or "No parameter is damaged."
 
     @contextmanager
     def close_on_data_loss(self) -> Iterator[None]:

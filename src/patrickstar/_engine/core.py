@@ -307,12 +307,10 @@ class EngineCore:
         lost = self.interceptor.closer.release()
         if lost is None:  # it was closed before
             return
-        partly = [name for name in self.optimizer_step.updates.updated_in_part if name not in lost]
-        if (lost or partly) and keep and (failed := self.manager.io_dispatch.failed) is not None:
-            if lost:
-                failed.add_note(f"{len(lost)} parameters could not be read back and are NaN: {', '.join(lost)}.")
-            if partly:
-                failed.add_note(f"{len(partly)} parameters may be updated in part: {', '.join(partly)}.")
+        failed = self.manager.io_dispatch.failed
+        damaged = lost or self.optimizer_step.updates.updated_in_part or self.model_state.torn
+        if keep and failed is not None and damaged:
+            failed.add_note(self.interceptor.closer.losses(lost))
             raise failed
 
     def complete(self) -> None:

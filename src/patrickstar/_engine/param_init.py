@@ -149,7 +149,7 @@ def _schema(
         trained,
         config.optimizer.states if states is None else states,
         state_dtypes=config.optimizer.state_dtypes,
-        split=config.updates_in_backward and config.optimizer.splits_masters,
+        split=config.splits_masters,
         delayed=isinstance(update, Delayed),
         buffered=update.gradient_dtype if isinstance(update, LockFree) else None,
         summed=config.reduce_dtype if shared and update is not None else None,

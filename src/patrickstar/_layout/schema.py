@@ -82,7 +82,11 @@ class ParamSchema:
     master_dtype: str = field(init=False, compare=False, repr=False)
     """Dtype of gradient accumulation and of the update."""
     splits: bool = field(init=False, compare=False, repr=False)
-    """True if masters are split: `low16`, the parameters and marks in `exp_avg_sq` give them."""
+    """True if masters are split: `low16`, the list `upper_kind` and marks in `exp_avg_sq` give them."""
+    upper_kind: str = field(init=False, compare=False, repr=False)
+    """List of the upper halves of split masters: the parameters, or their newest values if updates are lock-free."""
+    gradients_beside: bool = field(init=False, compare=False, repr=False)
+    """True if gradients are beside their parameters, in lists of their own: these are the upper halves of masters."""
 
     def __post_init__(self) -> None:
         assert self.lists[0].kind == PARAM16, "the first list of a schema must be param16"
@@ -93,6 +97,8 @@ class ParamSchema:
             "state_kinds": tuple(spec.kind for spec in states if spec.kind not in (PARAM32, LOW16)),
             "trained": len(self.lists) > 1,
             "splits": (splits := any(spec.kind == LOW16 for spec in states)),
+            "upper_kind": (upper := BUFFERED16 if any(spec.kind == BUFFERED16 for spec in self.buffers) else PARAM16),
+            "gradients_beside": splits and upper == PARAM16,
             "master_dtype": "float32" if splits else self.lists[:2][-1].dtype,
         }
         for name, value in derived.items():
@@ -113,7 +119,7 @@ class ParamSchema:
 
         `accumulates`: several backwards precede a step, whose gradients are summed in the master's dtype.
         """
-        if not self.trained or not (accumulates or self.splits):
+        if not self.trained or not (accumulates or self.gradients_beside):
             return 0
         return ITEMSIZE[self.master_dtype] if accumulates else self.compute.itemsize
 

@@ -11,7 +11,7 @@ from patrickstar._hardware.storage_guard import refuse_access, storage_guard
 from patrickstar._hardware.transfer import Transfer
 from patrickstar._kernels.rounding import canonical_nan_, round_into
 from patrickstar._kernels.update_rule import Gradient
-from patrickstar._layout.schema import DELAYED16, GRAD32, LOW16, PARAM32
+from patrickstar._layout.schema import BUFFERED16, DELAYED16, GRAD32, LOW16, PARAM32
 from patrickstar._params.device_arithmetic import add_gradient, round_to_device
 from patrickstar._params.managed_param import ManagedParam, refusal
 from patrickstar._params.split_lists import restored_parts
@@ -164,7 +164,7 @@ class LocalShards:
     def add_gradient_list(self, managed: ManagedParam, tier: Tier) -> Chunk:
         """Allocate the gradient-list chunk of a parameter."""
         schema, numel = managed.schema, self.state_chunks(managed.location.chunk)[0].numel
-        dtype = schema.compute.dtype if schema.splits else schema.master_dtype
+        dtype = schema.compute.dtype if schema.gradients_beside else schema.master_dtype
         return self.manager.new_chunk(GRAD32, managed.location.chunk, numel, dtype, tier)
 
     def free_gradients(self, index: int) -> None:
@@ -271,10 +271,12 @@ class LocalShards:
                 part.copy_(flat[part_slice])
 
     def _round_master(self, managed: ManagedParam) -> None:
-        """Overwrite this rank's shard with the rounded master, unless it is a part of the master."""
+        """Overwrite this rank's shard with the rounded master, unless it is a part of the master itself."""
         # Making room for a gradient list may have evicted the shard, and no copy in flight may still read it.
         self.ensure_local(managed)
         if managed.schema.splits:
+            if not managed.schema.gradients_beside:
+                self.renew(managed)
             return
         payload, master = managed.flat(managed.shard_chunk), self.manager[PARAM32, managed.location.chunk]
         if self._is_computed_on_device(master, on_device=managed.shard_chunk.device.valid):
@@ -285,6 +287,13 @@ class LocalShards:
         for part_slice, part in self.parts(managed, PARAM32):
             copy_rounded(part, payload[part_slice])
         self.count_transfer(managed, master, managed.shard_chunk)
+
+    def renew(self, managed: ManagedParam) -> None:
+        """Overwrite this rank's shard, on its tier, with the newest values of a parameter with lock-free updates."""
+        newest = self.manager[BUFFERED16, managed.location.chunk]
+        for part, values in self.stored_parts(managed, managed.shard_chunk.kind, write=True):
+            values.copy_(managed.flat(newest)[part])
+        self.count_transfer(managed, newest, managed.shard_chunk)
 
     def _is_computed_on_device(self, listed: Chunk, *, on_device: bool) -> bool:
         """Return whether the device computes on `listed`, beside values that are on the device or on the host.
@@ -349,11 +358,11 @@ class LocalShards:
             cache, nbytes = self.manager.cache, master_chunk.nbytes
             limit_bytes = 0 if cache.evict_everything else cache.device_tier.soft_chunkable_bytes - cache.queued_bytes
             # Whether there are earlier gradients differs between linked processes.
-            waits = managed.chunk.sharded or managed.schema.splits
+            waits = managed.chunk.sharded or managed.schema.gradients_beside
             if not waits or (not cache.decides_alike and cache.finish_evictions(nbytes, limit_bytes)):
                 return Tier.DEVICE
         host, nbytes = self.manager.host_tier, master_chunk.nbytes
-        if managed.schema.splits:
+        if managed.schema.gradients_beside:
             return Tier.HOST if self.manager.disk_tier is None or host.has_room(nbytes) else Tier.DISK
         fits = self.manager.disk_tier is None or nbytes <= host.free_bytes
         return Tier.HOST if master_chunk.in_memory and fits else Tier.DISK

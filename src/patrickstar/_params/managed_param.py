@@ -138,6 +138,11 @@ class ManagedParam:
         return self.schema.splits and kind in (PARAM32, EXP_AVG_SQ)
 
     @property
+    def upper_kind(self) -> str:
+        """List of the upper halves of this rank's masters, if these are split."""
+        return self.shard_chunk.kind if self.schema.gradients_beside else self.schema.upper_kind
+
+    @property
     def loses_digits(self) -> bool:
         """True if the parameter is frozen and was given in a dtype with more bits than its chunk has."""
         given = self.given_dtype if self.given_dtype is not None else self.chunk.dtype

@@ -40,7 +40,7 @@ class ModelData:
         if shards.in_backward:
             check_not_updated(managed_params, shards.backward_id)
             for managed in managed_params:
-                if managed.schema.splits and belongs is not None:  # else a suspended window is opened again
+                if managed.schema.gradients_beside and belongs is not None:  # else a suspended window is opened again
                     managed.state.may_grow |= managed.state.is_listed(shards.backward_id)
         displaced = [each for each in managed_params if each.state.overlays_param or each.state.reducing]
         if displaced:
@@ -225,7 +225,7 @@ class ModelData:
         lists = [chunk for (kind, _), chunk in self.manager.chunks.items() if kind == GRAD32]
         if not accumulated:
             for chunk in lists:
-                if shards.by_chunk[chunk.index][0].schema.splits:
+                if shards.by_chunk[chunk.index][0].schema.gradients_beside:
                     if chunk.index != shards.freed_next:
                         shards.free_gradients(chunk.index)
                 elif not any(each.state.update_pending or each.state.late for each in shards.by_chunk[chunk.index]):

@@ -73,7 +73,7 @@ class OneProcess:
         self.manager.mark_written(managed.chunk, on_device=managed.chunk.device.valid)
         if not managed.schema.trained:
             return
-        if managed.schema.splits and values is None and before is None:
+        if managed.schema.gradients_beside and values is None and before is None:
             raise ModelError(
                 f"parameter {managed.name!r} was written in place by a function that PatrickStar does not know as one "
                 f"that writes, and its old value is needed with update=ps.InBackward(): write it by a method of "
@@ -106,7 +106,7 @@ class OneProcess:
             state.partial.add_(grad.to_dense())
             return
         lists = shards.lists_gradients or (shards.in_backward and state.may_grow)
-        if managed.schema.splits or (lists and state.late and not state.overlays_param):
+        if managed.schema.gradients_beside or (lists and state.late and not state.overlays_param):
             self._list_at_once(managed, grad.to_dense())
             return
         grows = state.overlays_param and state.backward_id == shards.backward_id
@@ -128,7 +128,7 @@ class OneProcess:
         if shards.in_backward and state.listed_in == shards.backward_id:
             state.may_grow = True
             shards.check_restorable(managed)
-        elif managed.schema.splits and state.accumulated:
+        elif managed.schema.gradients_beside and state.accumulated:
             raise TrainingError(
                 f"parameter {managed.name!r} got a gradient in a second backward before optimizer.step(), and "
                 f"update=ps.InBackward() in ps.Config promises one backward for each step: leave it out to accumulate "

@@ -54,7 +54,7 @@ class Residency:
             state = managed.state
             if not managed.chunk.held or state.overlays_param or state.update_pending:
                 return False
-            if managed.schema.splits and state.listed_in == number:  # the access notes that it is read again
+            if managed.schema.gradients_beside and state.listed_in == number:  # the access notes that it is read again
                 return False
         return True
 

@@ -42,7 +42,7 @@ def restored_parts(
     Raises:
         ModelError: A second moment that was written is negative.
     """
-    param = managed.shard_chunk.kind
+    param = managed.upper_kind
     for first in range(within.start, within.stop, PAGE_NUMEL):
         part = slice(first, min(first + PAGE_NUMEL, within.stop))
         marked = _read(data, managed, EXP_AVG_SQ, part)
@@ -63,12 +63,12 @@ def restored_parts(
 
 
 def values_before(tensors: Iterable[torch.Tensor]) -> dict[ManagedParam, torch.Tensor]:
-    """Return copies, on the host, of parameters with split masters among tensors that an operator may write.
+    """Return copies, on the host, of those tensors that are the upper halves of masters, and may be written.
 
     They have to be on the device. A write may replace the digits that their lower halves belong to.
     """
     managed_params = {managed for tensor in tensors for managed in getattr(tensor, "_managed_params", ())}
-    return {managed: copy_of(managed) for managed in managed_params if managed.schema.splits}
+    return {managed: copy_of(managed) for managed in managed_params if managed.schema.gradients_beside}
 
 
 def copy_of(managed: ManagedParam) -> torch.Tensor:

@@ -12,7 +12,7 @@ from torch import nn
 from patrickstar._chunks.chunk_manager import ChunkManager
 from patrickstar._distributed.param_sharding import whole_value
 from patrickstar._hardware.sigint_gate import interruption_point
-from patrickstar._layout.schema import EXP_AVG_SQ, LOW16, PARAM16, PARAM32, SHARD16
+from patrickstar._layout.schema import BUFFERED16, EXP_AVG_SQ, LOW16, PARAM16, PARAM32, SHARD16
 from patrickstar._params.interception import release_parameter
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.param_values import replace_data
@@ -21,7 +21,9 @@ from patrickstar._params.tensor_subclass import managed_param_of
 from patrickstar.errors import DiskError, ModelError, MoveError, TrainingError
 
 FULL_PRECISION = PARAM16, SHARD16, PARAM32, LOW16
-"""Lists of which parameters are read in full precision; with split masters `exp_avg_sq`, too."""
+"""Lists of which parameters are read in full precision."""
+OF_SPLIT = EXP_AVG_SQ, BUFFERED16
+"""Further lists from which split masters are restored."""
 
 
 class ModelState:
@@ -34,6 +36,8 @@ class ModelState:
         """True if `release` preserves the parameters' values. A dry run has none."""
         self.synchronized = False
         """With several processes: True if all of them have synchronized for `release`."""
+        self.torn: set[ManagedParam] = set()
+        """Parameters of whose split masters a failed disk has lost halves: they are read as they are rounded."""
         self.process = os.getpid()
         """Id of the process that owns the chunks. See [Note: memory excluded from fork]."""
 
@@ -57,7 +61,10 @@ class ModelState:
         flat = value.as_strided((managed.numel,), (1,))
         own = flat[managed.shard_slice]
         try:
-            for part_slice, part in self.shards.parts(managed, kind) if managed.location.numel else ():
+            parts = self.shards.parts(managed, kind)
+            if managed in self.torn and kind == managed.full_kind:
+                parts = self.shards.stored_parts(managed, managed.upper_kind)
+            for part_slice, part in parts if managed.location.numel else ():
                 own[part_slice].copy_(part)
         except (DiskError, MoveError, TrainingError):
             own.fill_(float("nan"))
@@ -163,8 +170,8 @@ class ModelState:
             manager.host_tier.unlock()
         for chunk in list(manager.chunks.values()):
             params = self.shards.by_chunk.get(chunk.index, ())
-            marks = chunk.kind == EXP_AVG_SQ and any(managed.schema.splits for managed in params)
-            if chunk.kind not in FULL_PRECISION and not marks:
+            restores = chunk.kind in OF_SPLIT and any(managed.schema.splits for managed in params)
+            if chunk.kind not in FULL_PRECISION and not restores:
                 manager.remove(chunk, for_good=True)
         for index, managed_params in self.shards.by_chunk.items():
             interruption_point()
@@ -175,7 +182,7 @@ class ModelState:
                     value = self.shards.placeholder(managed.chunk.dtype).expand(managed.shape)
                 replace_data(managed.param, value)
                 managed.device_view = None
-            for kind in (*FULL_PRECISION, EXP_AVG_SQ):
+            for kind in (*FULL_PRECISION, *OF_SPLIT):
                 if (kind, index) in manager.chunks:
                     manager.remove(manager[kind, index], for_good=True)
         if self.synchronized:

@@ -8,6 +8,7 @@ from patrickstar._hardware.transfer import Deferred, Transfer
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.update_rule import Span
 from patrickstar._params.local_shards import LocalShards
+from patrickstar._params.managed_param import ManagedParam
 from patrickstar._step.host_updates import HostUpdates
 from patrickstar._step.read_ahead import ReadAhead
 from patrickstar._step.staging_pool import PageSet, StagingPool
@@ -42,6 +43,7 @@ class DiskOptimizerStep:
         self.read_ahead = ReadAhead(data, staging_pool)
         self.late: set[int] = set()
         """Indices of chunks whose parameters were needed before the pages of their update had been read."""
+        self._torn: set[ManagedParam] = set()
         self._kernels, self._update_rules, self._host_updates = kernels, update_rules, host_updates
         self._queue = queue
 
@@ -60,6 +62,17 @@ class DiskOptimizerStep:
         """Names of the parameters whose update has begun and not ended, also if an error has ended it."""
         begun = [update for update in self._queue.updates if update.updated and not update.home.speculative]
         return [managed.name for update in begun for managed in update.rules]
+
+    def torn(self) -> set[ManagedParam]:
+        """Return parameters of whose split masters a failed disk has lost halves, since the others are newer."""
+        for pages in self.staging_pool.live:
+            if pages.owner is not None and (pages.updated or pages.update is not None):
+                self._note_torn(pages)
+        return self._torn
+
+    def _note_torn(self, pages: PageSet) -> None:
+        page, managed_params = Page(pages.index, pages.first, pages.numel), self.data.by_chunk[pages.index]
+        self._torn.update(each for each in managed_params if each.schema.splits and page.part(each) is not None)
 
     def submit(self, update: Update) -> None:
         """Queue an update, by default of all pages that have parameters."""
@@ -185,6 +198,7 @@ class DiskOptimizerStep:
         for update in aborted:
             update.home.forget(update.rules)
         if self.data.manager.io_dispatch.failed is not None:
+            self._torn = self.torn()
             self.staging_pool.live.clear()
             return
         self._queue.updates = [update for update in self._queue.updates if update not in aborted]
@@ -213,6 +227,7 @@ class DiskOptimizerStep:
                 self._hold(pages, self._host_updates, spans)
                 return
             self._kernels.update(spans, update.scales)
+            pages.updated = True
             self._end(pages)
         except BaseException as error:
             # Ctrl-C or an error may strike at any line. Each page on disk is intact: restore parameters from the pages.
@@ -243,6 +258,7 @@ class DiskOptimizerStep:
         """Wait for the update of a page set, and start to write it back."""
         try:
             pages.update.wait()
+            pages.updated = True
             self._end(pages)
         except BaseException as error:
             self._abort(error)
@@ -252,7 +268,6 @@ class DiskOptimizerStep:
         """Start to write an updated page set back; after the last one, the chunk's parameters are updated."""
         update = pages.owner
         update.home.end_page(pages, self.staging_pool)
-        pages.updated = True
         update.updated += 1
         if update.complete and not update.home.speculative:
             update.home.end(update.rules)

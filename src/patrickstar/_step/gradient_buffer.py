@@ -12,7 +12,7 @@ from patrickstar._layout.schema import BUFFERED16, BUFFERED_GRAD
 from patrickstar._params.local_shards import LocalShards
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._step.staging_pool import PageSet, StagingPool
-from patrickstar._step.update import WHOLE, Home, Page, Part, Rules, Update
+from patrickstar._step.update import WHOLE, Home, InPlace, Page, Part, Rules, Update
 from patrickstar._step.update_log import Pages, UpdateRecord
 from patrickstar._step.update_rules import UpdateRules
 from patrickstar._tiers.chunk import Chunk
@@ -37,12 +37,12 @@ class GradientBuffer(Home):
     """Sums of gradients and newest parameters, page by page, in host memory.
 
     Args:
-        page_numel: Returns the number of elements of the pages of a chunk of masters.
+        page_numel: Returns the number of elements of the pages of chunks of masters and states.
     """
 
     late = True
 
-    def __init__(self, data: LocalShards, update_rules: UpdateRules, page_numel: Callable[[Chunk], int]) -> None:
+    def __init__(self, data: LocalShards, update_rules: UpdateRules, page_numel: Callable[[Sequence[Chunk]], int]) -> None:
         super().__init__(data)
         self.step = 0
         """Number of the last step that has begun to add gradients."""
@@ -60,11 +60,12 @@ class GradientBuffer(Home):
     def pages(self, index: int) -> list[BufferedPage]:
         """Return the pages of a chunk."""
         if index not in self._pages:
-            master = self.data.state_chunks(index)[0]
-            numel = max(1, min(self._page_numel(master), master.numel))
-            starts = enumerate(range(0, master.numel, numel))
+            states = self.data.state_chunks(index)
+            whole = states[0].numel
+            numel = max(1, min(self._page_numel(states), whole))
             self._pages[index] = [
-                BufferedPage(index, first, min(numel, master.numel - first), number) for number, first in starts
+                BufferedPage(index, first, min(numel, whole - first), number)
+                for number, first in enumerate(range(0, whole, numel))
             ]
         return self._pages[index]
 
@@ -101,6 +102,8 @@ class GradientBuffer(Home):
         """Fill the buffer of a parameter, whose updates were not lock-free before, with its present values."""
         for page, _ in self.pages_of(managed):
             page.updates[managed] = managed.steps
+        if managed.schema.splits:
+            return  # the buffer has them, as the upper halves of masters
         self.data.ensure_local(managed)
         newest = self.data.manager[BUFFERED16, managed.location.chunk]
         managed.flat(newest).copy_(managed.flat(managed.shard_chunk))
@@ -153,11 +156,7 @@ class GradientBuffer(Home):
         """Make the newest values of a parameter those that operators read."""
         self.renewed.discard(managed)
         self.data.ensure_local(managed)
-        chunk = managed.shard_chunk
-        managed.flat(chunk).copy_(managed.flat(self.data.manager[BUFFERED16, managed.location.chunk]))
-        self.data.manager.mark_written(chunk, on_device=chunk.device.valid)
-        if chunk.device.valid:
-            self.data.manager.count_transfer(managed.location.numel * chunk.dtype.itemsize, to_device=True)
+        self.data.renew(managed)
 
     @property
     def staleness(self) -> tuple[float, int]:
@@ -201,8 +200,10 @@ class GradientBuffer(Home):
     def span(self, managed: ManagedParam, rule: Rule, part: Part = WHOLE) -> Span:
         """Return the tensors of an update with the sums of a parameter."""
         master, *states = self._states(managed, part)
-        grad = Gradient(self._elements(managed, BUFFERED_GRAD, part), None, master.dtype)
-        return Span(self._elements(managed, BUFFERED16, part), grad, master, tuple(states), rule, name=managed.name)
+        grad = Gradient(self._elements(managed, BUFFERED_GRAD, part), None, managed.full_dtype)
+        newest = self._elements(managed, BUFFERED16, part)
+        upper = newest if managed.schema.splits else None
+        return Span(newest, grad, master, tuple(states), rule, name=managed.name, upper=upper)
 
     def spans(self, page: Page, rules: Rules, lists: Mapping[str, torch.Tensor], in_order: bool = False) -> list[Span]:
         """Return the tensors that the update of a page reads and writes, with all gradients of its sums by now."""
@@ -218,16 +219,7 @@ class GradientBuffer(Home):
 
     def compute(self, kernels: Kernels, spans: Sequence[Span], scales: Sequence[float]) -> None:
         """Update at once, with copies of what is not on the tier of the states."""
-        for span in spans:
-            if span.master.device == span.param.device:
-                kernels.update([span], scales)
-                continue
-            grad = replace(span.grad, latest=span.grad.latest.to(span.master.device))
-            param = torch.empty_like(span.param, device=span.master.device)
-            kernels.update([replace(span, grad=grad, param=param)], scales)
-            span.param.copy_(param)
-            self.data.manager.count_transfer(span.grad.latest.nbytes, to_device=True)
-            self.data.manager.count_transfer(param.nbytes, to_device=False)
+        compute_beside(self.data, kernels, spans, scales)
 
     def finish(self, update: Update) -> None:
         """Wait for an update in memory, and note it. Raises its error."""
@@ -268,6 +260,54 @@ class GradientBuffer(Home):
     def _page(self, index: int, first: int) -> BufferedPage:
         pages = self.pages(index)
         return pages[first // pages[0].numel]
+
+
+class InBuffer(InPlace):
+    """The buffer of newest values, if they are the upper halves of masters, before updates are lock-free.
+
+    Gradients are in place of the parameters, which are a copy of the newest values then, too.
+    """
+
+    uploads = False
+
+    def written(self, index: int) -> list[Chunk]:
+        """Return the chunks that an update writes, with that of the newest values."""
+        return [*super().written(index), self.data.manager[BUFFERED16, index]]
+
+    def span(self, managed: ManagedParam, rule: Rule, part: Part = WHOLE) -> Span:
+        """Return the tensors of an update that writes the newest values."""
+        newest = self._elements(managed, BUFFERED16, part)
+        return replace(super().span(managed, rule, part), param=newest, upper=newest)
+
+    def compute(self, kernels: Kernels, spans: Sequence[Span], scales: Sequence[float]) -> None:
+        """Update at once, with copies of what is not on the tier of the states."""
+        compute_beside(self.data, kernels, spans, scales)
+
+    def end_page(self, pages: PageSet, pool: StagingPool) -> None:
+        """Start to write back a page set that has been updated."""
+        pool.write(pages, self.data.state_chunks(pages.index))
+
+    def end(self, rules: Rules) -> None:
+        """Replace the gradients by the newest values, and let operators read these."""
+        for managed in rules:
+            self.data.renew(managed)
+        super().end(rules)
+
+
+def compute_beside(data: LocalShards, kernels: Kernels, spans: Sequence[Span], scales: Sequence[float]) -> None:
+    """Update at once, with copies of newest values, and of gradients, that are not on the tier of the states."""
+    for span in spans:
+        device = span.master.device
+        if span.param.device == device:
+            kernels.update([span], scales)
+            continue
+        grad = replace(span.grad, latest=span.grad.latest.to(device))
+        param = torch.empty_like(span.param, device=device) if span.upper is None else span.param.to(device)
+        kernels.update([replace(span, grad=grad, param=param, upper=None if span.upper is None else param)], scales)
+        span.param.copy_(param)
+        copied = [source for source in (span.grad.latest, span.upper) if source is not None and source.device != device]
+        data.manager.count_transfer(sum(source.nbytes for source in copied), to_device=True)
+        data.manager.count_transfer(param.nbytes, to_device=False)
 
 
 def _on_host(gradient: Gradient, host: torch.device) -> Gradient:

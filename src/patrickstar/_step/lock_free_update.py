@@ -64,13 +64,14 @@ class LockFreeUpdates:
         self._group_options: dict[int, Mapping[str, Any]] = {}
         """Copies of the options of param groups in the present step, by the group's id."""
 
-    def _page_numel(self, master: Chunk) -> int:
+    def _page_numel(self, states: Sequence[Chunk]) -> int:
         if not self._by_pages:
-            return master.numel
-        disk = self.data.manager.disk_tier
-        if disk is None and self._replay is not None and str(master.index) in self._replay.pages:
-            return int(self._replay.pages[str(master.index)]["page_numel"])
-        return (PAGE_BYTES if disk is None else disk.page_bytes) // master.dtype.itemsize
+            return states[0].numel
+        disk, index = self.data.manager.disk_tier, str(states[0].index)
+        if disk is None and self._replay is not None and index in self._replay.pages:
+            return int(self._replay.pages[index]["page_numel"])
+        itemsize = max(chunk.dtype.itemsize for chunk in states)
+        return (PAGE_BYTES if disk is None else disk.page_bytes) // itemsize
 
     def open_log(self) -> None:
         """Open the log, once all parameters are in chunks. Raises ConfigError, also if the replayed one differs."""

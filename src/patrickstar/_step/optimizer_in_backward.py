@@ -36,8 +36,8 @@ class OptimizerInBackward:
         self.first = always
         """True in an iteration of such an engine that is the first of all, or since states were loaded."""
         self.optimizer_step = optimizer_step
-        self.speculation = Speculation(sharing, optimizer_step, speculates)
-        """Updates of backwards without `update=True`."""
+        self.speculation = Speculation(sharing, optimizer_step, speculates and optimizer_step.lock_free is None)
+        """Updates of backwards without `update=True`. Spare memory has no place for the buffer of newest values."""
         self._groups: Mapping[ManagedParam, Mapping[str, Any]] | None = None
         self._hyper_parameters: list[dict[str, Any]] = []
         self._complete: set[int] = set()
@@ -83,7 +83,7 @@ class OptimizerInBackward:
         """Return whether a parameter has its final gradient, from this backward and not from an earlier one."""
         state, number = managed.state, self.data.backward_id
         in_place = state.overlays_param and state.backward_id == number
-        complete = state.is_listed(number) if managed.schema.splits else in_place
+        complete = state.is_listed(number) if managed.schema.gradients_beside else in_place
         known = not state.expected_reads if self.first else managed.observed
         return complete and known and not state.may_grow
 
@@ -107,7 +107,7 @@ class OptimizerInBackward:
             self.optimizer_step.update_chunk(index, of_complete.get, (), first=True)
             for managed in complete:
                 managed.state.updated_in_backward = self.data.backward_id
-            if managed_params[0].schema.splits:
+            if managed_params[0].schema.gradients_beside:
                 self._free_gradients_before(index)
 
     def _free_gradients_before(self, index: int) -> None:

@@ -10,6 +10,7 @@ from patrickstar._params.managed_param import ManagedParam
 from patrickstar._schedule.placement import Tier
 from patrickstar._step.delayed_update import DelayedUpdates
 from patrickstar._step.disk_optimizer_step import DiskOptimizerStep
+from patrickstar._step.gradient_buffer import InBuffer
 from patrickstar._step.group_update import GroupUpdate
 from patrickstar._step.host_updates import HostUpdates
 from patrickstar._step.lock_free_update import LockFreeUpdates
@@ -53,7 +54,7 @@ class OptimizerStep:
             disk = DiskOptimizerStep(data, kernels, self.rules, queue, host, staging_pool)
         self.updates = Updates(data, kernels, queue, host, disk)
         self.tiers = UpdateTiers(data, host is not None and host.waits_for_copies)
-        self._in_place, self._host_copy = InPlace(data), InHostCopy(data)
+        self._in_place, self._host_copy, self._in_buffer = InPlace(data), InHostCopy(data), InBuffer(data)
         self.together = GroupUpdate.of(optimizer, data, kernels, self.rules)
         """Updates of all parameters together; None if chunks are updated one by one."""
         self.delayed: DelayedUpdates | None = None
@@ -213,13 +214,16 @@ class OptimizerStep:
     def _home_of(self, index: int, rules: Rules) -> InPlace:
         """Return where the update of a chunk writes: to the host copy, if it is on the host beside an accelerator.
 
-        Then every parameter in the chunk has to be updated, since the host copy of others may be old; and with split
-        masters it has to have the parameters.
+        Then every parameter in the chunk has to be updated, since the host copy of others may be old; and where the
+        parameters are the upper halves of split masters, it has to have them.
         """
-        states, param16 = self.data.state_chunks(index)[0], next(iter(rules)).shard_chunk
+        schema, param16 = next(iter(rules)).schema, next(iter(rules)).shard_chunk
+        if schema.splits and not schema.gradients_beside:
+            return self._in_buffer
+        states = self.data.state_chunks(index)[0]
         on_host = self.updates.host is not None and states.in_memory and not states.device.valid
         whole = all(managed in rules for managed in self.data.by_chunk[index] if managed.location.numel)
-        has_copy = param16.host.valid if next(iter(rules)).schema.splits else param16.host.present
+        has_copy = param16.host.valid if schema.gradients_beside else param16.host.present
         renews = on_host and whole and param16.device.valid and has_copy
         return self._host_copy if renews else self._in_place
 

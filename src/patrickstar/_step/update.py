@@ -249,7 +249,7 @@ class InPlace(Home):
     def span(self, managed: ManagedParam, rule: Rule, part: Part = WHOLE) -> Span:
         """Return the tensors of an update in place."""
         param, dtype = self._elements(managed, PARAM16, part), getattr(torch, managed.schema.master_dtype)
-        upper = param if managed.schema.splits else None
+        upper = param if managed.schema.gradients_beside else None
         if managed.state.accumulated:
             sums = self._elements(managed, GRAD32, part)
             grad = Gradient(param, sums, dtype) if managed.overlays_shard else Gradient(sums, None, dtype)
@@ -278,7 +278,7 @@ class InPlace(Home):
         if not managed.shard_chunk.device.valid:
             return 0
         nbytes = numel * managed.shard_chunk.dtype.itemsize
-        down = managed.overlays_shard or (managed.schema.splits and self.uploads)
+        down = managed.overlays_shard or (managed.schema.gradients_beside and self.uploads)
         directions = [*([False] if down else []), *([True] if self.uploads else [])]
         for to_device in directions:
             self.data.manager.count_transfer(nbytes, to_device=to_device, by_kernel=by_kernel)
@@ -316,7 +316,7 @@ class InHostCopy(InPlace):
     def span(self, managed: ManagedParam, rule: Rule, part: Part = WHOLE) -> Span:
         """Return the tensors of an update that writes the host copy."""
         param = managed.shard_chunk.flat_on_host(managed.location.offset, managed.location.numel)
-        return replace(super().span(managed, rule, part), param=param, upper=param if managed.schema.splits else None)
+        return replace(super().span(managed, rule, part), param=param, upper=param if managed.schema.gradients_beside else None)
 
     def end(self, rules: Rules) -> None:
         """Let operators read the new parameters, which are copied to the device."""

@@ -111,6 +111,10 @@ class Updates:
         """Names of parameters on disk whose update has begun and not ended."""
         return [] if self.disk is None else self.disk.updated_in_part
 
+    def torn(self) -> set[ManagedParam]:
+        """Return parameters of whose split masters a failed disk has lost halves."""
+        return set() if self.disk is None else self.disk.torn()
+
     def progress(self) -> None:
         """Advance updates without waiting."""
         if self.queue.updates:
