@@ -16,6 +16,7 @@ from patrickstar._perf_model.mesh import Mesh
 from patrickstar._perf_model.text_tables import SPARKLINE_WIDTH, sparkline
 from patrickstar._plan.planned_model import find_planned_model
 from patrickstar._plan.search import Search
+from patrickstar._plan.upgrades import SPLITTING
 from patrickstar.errors import ConfigError
 
 RTX4060 = ["--gpu", "rtx4060", "--host-memory", "16GB"]
@@ -150,7 +151,7 @@ def test_a_plan_answers_first_and_says_what_to_set_and_to_buy(plan_and_values):
     )
     assert 'config = ps.Config(precision="bf16", disk="FOLDER ON THE DRIVE"' in done.output
     upgrades = found["upgrades"]
-    assert list(upgrades) == ["32 GB more host memory", "a second drive", "packed pages", "a second GPU"]
+    assert list(upgrades) == ["32 GB more host memory", "a second drive", "packed pages", "a second GPU", SPLITTING]
     assert all(gained > 0 for gained in upgrades.values())
     assert upgrades["packed pages"] < 0.137  # The drive transfers 0.880 of the bytes.
     written = next(lane["amount"] for lane in found["lanes"] if lane["name"] == "disk write")

@@ -15,11 +15,12 @@ from patrickstar._perf_model.mesh import DataParallelGroup, Mesh
 from patrickstar._perf_model.model_data import ModelDataShare
 from patrickstar._perf_model.param_placement import ShareVariables
 from patrickstar._perf_model.t5_costs import T5
-from patrickstar._perf_model.workload import shape_workload
+from patrickstar._perf_model.workload import Workload, shape_workload
 
 given = fixed_draws(200)
 sizes = st.sampled_from([1, 2, 3, 4, 8, 16, 96])
 numels = st.integers(1, 2 * 10**12)
+WORK = Workload(10**9, 1, 1024, 1.0, 1e13, 1024, 1 << 30, 1 << 28)
 
 
 def to_the_byte(measured, exact):
@@ -39,7 +40,7 @@ def test_two_levels_of_transport_move_the_bytes_of_their_table(numel, shards, re
 def test_replicas_of_several_nodes_gather_over_the_network(numel, nodes, replicas, gpus):
     shards, processes = nodes * gpus, nodes * gpus * replicas
     variables = Variables(ShareVariables.COUNT)
-    data = ModelDataShare(numel, 2, DataParallelGroup(shards, replicas, nodes), gpus, variables, 0)
+    data = ModelDataShare(numel, WORK, DataParallelGroup(shards, replicas, nodes), gpus, variables, 0)
     gathered = Fraction(6 * numel * (shards - 1), shards)
     exchanged = Fraction(6 * numel * (replicas - 1), processes)
     # One of a node's `gpus` links in a ring leaves it.
@@ -54,11 +55,14 @@ def test_replicas_of_several_nodes_gather_over_the_network(numel, nodes, replica
 
 
 @given(numels, sizes, sizes)
-def test_model_data_of_a_process_are_14_bytes_per_owned_element_and_2_of_the_replicas_copy(numel, shards, replicas):
-    variables = Variables(ShareVariables.COUNT)
-    data = ModelDataShare(numel, 2, DataParallelGroup(shards, replicas), shards, variables, 0)
+@pytest.mark.parametrize(("splits", "nbytes"), [(False, 14), (True, 12)])
+def test_model_data_of_a_process_are_bytes_per_owned_element_and_2_of_the_replicas_copy(
+    splits, nbytes, numel, shards, replicas
+):
+    variables, work = Variables(ShareVariables.COUNT), replace(WORK, splits_masters=splits)
+    data = ModelDataShare(numel, work, DataParallelGroup(shards, replicas), shards, variables, 0)
     copy = Fraction(2 * numel, shards) if replicas > 1 else 0
-    exact = Fraction(14 * numel, shards * replicas) + copy
+    exact = Fraction(nbytes * numel, shards * replicas) + copy
     assert to_the_byte(data.nbytes, exact)
     # The tiers of a node hold the bytes of its processes, wherever the shares place them.
     for resident, copied, in_ram in ((0.25, 0.5, 0.25), (1.0, 0.0, 0.0), (0.0, 1.0, 0.5)):

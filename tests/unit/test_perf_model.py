@@ -1,6 +1,7 @@
 """Performance model: bytes are conserved, tiers stay within budget, and faster hardware is never slower."""
 
 import math
+from dataclasses import replace
 from functools import partial
 from itertools import product
 
@@ -235,6 +236,17 @@ def test_lock_free_updates_hide_the_disk_behind_the_other_channels(processes, gi
     assert late.staleness == math.ceil(late.sweep_s / late.seconds) >= 2
     assert late.host_bytes >= 6 * work.params and late.host_bytes <= machine.host.memory
     assert exact.seconds >= exact.sweep_s
+
+
+def test_split_masters_move_and_store_fewer_bytes():
+    machine = find_machine("RTX4090-desktop")
+    whole = estimate(shape_workload(Gpt(60, 4096, heads=16), 1, True), machine)
+    split = estimate(replace(whole.workload, splits_masters=True), machine)
+    assert whole.shares.in_ram < 1, "the drive is used"
+    assert split.model_data_bytes == round(12 / 14 * whole.model_data_bytes)
+    assert split.seconds < whole.seconds and split.host_bytes + split.disk_bytes < whole.host_bytes + whole.disk_bytes
+    fp32 = replace(whole.workload, param_bytes=4)
+    assert replace(fp32, splits_masters=True).state_bytes == fp32.state_bytes == STATE_BYTES
 
 
 def test_buffers_of_lock_free_updates_that_do_not_fit_are_refused():

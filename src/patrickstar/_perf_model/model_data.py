@@ -6,7 +6,7 @@ from patrickstar._perf_model.collective_costs import GATHERS, replica_bytes, sha
 from patrickstar._perf_model.linear_program import SLACK, Expression, Solution, Variables
 from patrickstar._perf_model.mesh import DataParallelGroup
 from patrickstar._perf_model.param_placement import ParamPlacement, ReplicaCopies, ShareVariables
-from patrickstar._perf_model.workload import STATE_BYTES, update_bytes
+from patrickstar._perf_model.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -33,28 +33,30 @@ class ModelDataShare:
         owned: Elements that it owns: it stores and updates their states.
         copied: Elements of its replica's copy of the parameters that it stores; 0 if there is one replica.
         param_bytes: Bytes of an element in the compute dtype.
+        state_bytes: Bytes of its states and its master.
     """
 
     def __init__(
-        self, numel: int, param_bytes: float, group: DataParallelGroup, gpus: int, variables: Variables, first: int
+        self, numel: int, work: Workload, group: DataParallelGroup, gpus: int, variables: Variables, first: int
     ) -> None:
-        self.numel, self.param_bytes, self._group, self._first = numel, param_bytes, group, first
+        self.numel, self._group, self._first = numel, group, first
+        self.param_bytes, self.state_bytes, self._bytes_of_update = work.param_bytes, work.state_bytes, work.update_bytes
         self._one, self._shares = variables.one, ShareVariables.of(variables, first)
         self.owned = numel / (group.shards * group.replicas)
         self._node_owned = gpus * numel / (group.shards * group.replicas)
         self.copied = numel / group.shards if group.replicas > 1 else 0.0
-        own = self._shares, self._one, self.owned, self._node_owned, param_bytes
+        own = self._shares, self._one, self.owned, self._node_owned, work.param_bytes
         self._params = ReplicaCopies(*own, self.copied, gpus * self.copied) if self.copied else ParamPlacement(*own)
 
     @property
     def nbytes(self) -> float:
-        """Bytes on all tiers: 14 per element that the process owns in 16 bits, and 2 of its replica's copy."""
-        return (self.param_bytes + STATE_BYTES) * self.owned + self.param_bytes * self.copied
+        """Bytes on all tiers: 14 per element that the process owns in 16 bits, 12 with split masters, and 2 of its replica's copy."""
+        return (self.param_bytes + self.state_bytes) * self.owned + self.param_bytes * self.copied
 
     @property
     def node_states_bytes(self) -> float:
         """Bytes of the optimizer states of the node."""
-        return STATE_BYTES * self._node_owned
+        return self.state_bytes * self._node_owned
 
     @property
     def equalities(self) -> list[Expression]:
@@ -73,12 +75,12 @@ class ModelDataShare:
     @property
     def device_bytes(self) -> Expression:
         """Bytes on the device of the process."""
-        return STATE_BYTES * self.owned * self._shares.resident + self._params.device_bytes
+        return self.state_bytes * self.owned * self._shares.resident + self._params.device_bytes
 
     @property
     def host_bytes(self) -> Expression:
         """Bytes in the memory of the node."""
-        return STATE_BYTES * self._node_owned * self._shares.in_ram + self._params.host_bytes
+        return self.state_bytes * self._node_owned * self._shares.in_ram + self._params.host_bytes
 
     @property
     def disk_bytes(self) -> Expression:
@@ -93,7 +95,7 @@ class ModelDataShare:
     @property
     def _update_bytes(self) -> Expression:
         """Gradients or parameters of updates on the host, and streamed states, in one direction."""
-        return self.owned * (self.param_bytes * self._shares.on_host + STATE_BYTES * self._shares.streamed)
+        return self.owned * (self.param_bytes * self._shares.on_host + self.state_bytes * self._shares.streamed)
 
     @property
     def h2d_bytes(self) -> Expression:
@@ -107,23 +109,23 @@ class ModelDataShare:
 
     def read_bytes(self, lock_free: bool) -> Expression:
         """Return the bytes that the process reads from disk; with lock-free updates without states."""
-        states = (0 if lock_free else STATE_BYTES) * self.owned * self._shares.on_disk
+        states = (0 if lock_free else self.state_bytes) * self.owned * self._shares.on_disk
         return states + self._params.read_bytes
 
     def write_bytes(self, lock_free: bool) -> Expression:
         """Return the bytes that the process writes to disk; with lock-free updates without states."""
-        states = (0 if lock_free else STATE_BYTES) * self.owned * self._shares.on_disk
+        states = (0 if lock_free else self.state_bytes) * self.owned * self._shares.on_disk
         return states + self._params.write_bytes
 
     @property
     def device_update_bytes(self) -> Expression:
         """Bytes that updates on the device read and write there."""
-        return update_bytes(self.param_bytes) * self.owned * (self._shares.resident + self._shares.streamed)
+        return self._bytes_of_update * self.owned * (self._shares.resident + self._shares.streamed)
 
     @property
     def ram_bytes(self) -> Expression:
         """Bytes that the process reads and writes in host memory, except for the disk."""
-        update = update_bytes(self.param_bytes) * self._shares.on_host + 2 * STATE_BYTES * self._shares.streamed
+        update = self._bytes_of_update * self._shares.on_host + 2 * self.state_bytes * self._shares.streamed
         return self.owned * update + self._params.ram_bytes
 
     @property

@@ -12,7 +12,7 @@ from patrickstar._perf_model.machine_spec import Machine, Network
 from patrickstar._perf_model.mesh import Mesh
 from patrickstar._perf_model.model_data import ModelDataShare
 from patrickstar._perf_model.param_placement import ShareVariables
-from patrickstar._perf_model.workload import LOCK_FREE_BYTES, STATE_BYTES, Workload
+from patrickstar._perf_model.workload import LOCK_FREE_BYTES, Workload
 from patrickstar.errors import ConfigError
 
 MESSAGE_BYTES = 128
@@ -75,7 +75,7 @@ class StepProgram:
         self.one = variables.one
         self.time, self.transfers, self.extra = (variables[shares + frozen + index] for index in range(3))
         self.model_data = [
-            ModelDataShare(numel, work.param_bytes, group, mesh.gpus, variables, ShareVariables.COUNT * index)
+            ModelDataShare(numel, work, group, mesh.gpus, variables, ShareVariables.COUNT * index)
             for index, (numel, group) in enumerate(classes)
         ]
         self.frozen = FrozenData(work.frozen_bytes, mesh.dense, mesh.gpus, variables, shares) if frozen else None
@@ -109,7 +109,7 @@ class StepProgram:
         host_bytes = total([data.host_bytes for data in self._all_data])
         if self._lock_free:
             states = sum(data.node_states_bytes for data in self.model_data)
-            host_bytes = host_bytes + self.one * (LOCK_FREE_BYTES * states / STATE_BYTES)
+            host_bytes = host_bytes + self.one * (LOCK_FREE_BYTES * states / work.state_bytes)
         return {
             MemoryTier.DEVICE: outside + total([data.device_bytes for data in self._all_data]),
             MemoryTier.HOST: host_bytes,

@@ -19,11 +19,6 @@ LOCK_FREE_BYTES = 6
 """Host bytes of a parameter's buffers for lock-free updates: its newest value, and an fp32 sum of gradients."""
 
 
-def update_bytes(param_bytes: float) -> float:
-    """Return the bytes per parameter that an update reads and writes: gradient, parameter, states."""
-    return 2 * param_bytes + 2 * STATE_BYTES
-
-
 UPDATE_BYTES = 2 * PARAM_BYTES + 2 * STATE_BYTES
 """Bytes per parameter that an update in mixed precision reads and writes."""
 
@@ -88,6 +83,18 @@ class Workload:
     """Parameters needed at once beside the peak of non-model data, as far as it is known: else `working_bytes`."""
     offloaded: float = 0.0
     """Share of the saved activations that is on the host between forward and backward. Their copies do not count."""
+    splits_masters: bool = False
+    """True if parameters in bfloat16 are the upper halves of their masters: updates in backward, or lock-free ones."""
+
+    @property
+    def state_bytes(self) -> float:
+        """Bytes of a parameter's states and master, or of what its master has beside the parameter, on average."""
+        return STATE_BYTES - (SINGLE - self.param_bytes if self.splits_masters else 0)
+
+    @property
+    def update_bytes(self) -> float:
+        """Bytes per parameter that an update reads and writes: gradient, parameter (as the upper half, too), states."""
+        return (3 if self.splits_masters else 2) * self.param_bytes + 2 * self.state_bytes
 
     @property
     def device_bytes(self) -> int:
@@ -206,6 +213,11 @@ def of_shares(whole: Callable[[int, Checkpointing, Mesh], Workload]) -> Workload
         return _with_costs(recomputed, share, between, math.ceil(between("device_bytes")) - beside)
 
     return workload
+
+
+def splitting(workloads: Workloads) -> Workloads:
+    """Return workloads with split masters."""
+    return lambda batch, recomputed, mesh: replace(workloads(batch, recomputed, mesh), splits_masters=True)
 
 
 def offloading(workloads: Workloads, share: float) -> Workloads:

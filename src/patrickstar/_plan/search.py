@@ -13,7 +13,7 @@ from patrickstar._perf_model.margins import NO_BUDGET_GIVEN, Margins
 from patrickstar._perf_model.mesh import Mesh
 from patrickstar._perf_model.perf_model import MOST, Estimate, best_estimate, largest_batch, with_smallest_replicas
 from patrickstar._perf_model.text_tables import format_seconds
-from patrickstar._perf_model.workload import offloading, on_lines
+from patrickstar._perf_model.workload import offloading, on_lines, splitting
 from patrickstar._plan.plan import Plan
 from patrickstar._plan.planned_model import PlannedModel, planned_shape
 from patrickstar._plan.upgrades import upgrades
@@ -75,7 +75,9 @@ class Search:
             raise BudgetError(f"{error}{self._smaller_batch(model, mesh)}{left}", error.short_bytes) from None
         one_node = Mesh(1, mesh.gpus, mesh.tp, min(mesh.ep, mesh.gpus))
         shares = sorted({*self.checkpointing, best.workload.checkpointing}, reverse=True)
-        of_model = partial(replace(self, checkpointing=shares).best_or_none, model)
+        best_or_none = replace(self, checkpointing=shares).best_or_none
+        of_model = partial(best_or_none, model)
+        of_split = partial(best_or_none, replace(model, workload=splitting(model.workload)))
         self.say("estimating what more memory and a drive would bring")
         return Plan(
             model,
@@ -88,7 +90,7 @@ class Search:
             None if mesh.processes == 1 else of_model(self.machine, Mesh()),
             None if mesh.nodes == 1 else of_model(self.machine, one_node),
             # Of many nodes each estimate takes a second.
-            upgrades(self.machine, mesh, of_model) if mesh.nodes == 1 else [],
+            upgrades(self.machine, mesh, of_model, of_split) if mesh.nodes == 1 else [],
             of_model,
         )
 

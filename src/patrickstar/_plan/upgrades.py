@@ -1,4 +1,4 @@
-"""Gains of a plan by more memory, another drive, packed pages, more GPUs or late updates, and the life of its drive."""
+"""Gains of a plan by more memory, a drive, packed pages, GPUs, split masters or late updates; life of its drive."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -15,6 +15,7 @@ BestEstimate = Callable[[Machine, Mesh], Estimate | None]
 """Returns the best estimate of a model on a machine and a mesh, None if it does not fit."""
 
 MORE_MEMORY = 32 * 10**9
+SPLITTING = "update=ps.InBackward(), without clipping"
 NEW_DRIVE = DiskDrive(capacity=2 * 10**12, read=NVME_READ, write=NVME_WRITE)
 ENDURANCE = 600
 """Bytes that a usual NVMe drive may be written over its life, by its capacity: 600 TB for 1 TB, as data sheets say."""
@@ -33,9 +34,16 @@ class Upgrade:
         return self.estimate.tokens_per_s / best.tokens_per_s - 1
 
 
-def upgrades(machine: Machine, mesh: Mesh, best: BestEstimate) -> list[Upgrade]:
-    """Return what each next part would bring."""
-    return [Upgrade(name, best(changed, wider)) for name, changed, wider in _changes(machine, mesh)]
+def upgrades(machine: Machine, mesh: Mesh, best: BestEstimate, splitting: BestEstimate) -> list[Upgrade]:
+    """Return what each next part would bring.
+
+    Args:
+        splitting: Returns the best estimate with split masters ([Note: split masters]).
+    """
+    found = [Upgrade(name, best(changed, wider)) for name, changed, wider in _changes(machine, mesh)]
+    if machine.precision == "bf16" and mesh.processes == 1:
+        found.append(Upgrade(SPLITTING, splitting(machine, mesh)))
+    return found
 
 
 def _changes(machine: Machine, mesh: Mesh) -> Iterator[tuple[str, Machine, Mesh]]:
@@ -77,7 +85,8 @@ def lock_free(machine: Machine, best: Estimate) -> Estimate | None:
     if best.processes > 1 or not best.busiest.name.startswith("disk"):
         return None
     try:
-        return estimate(best.workload, machine, best.mesh, lock_free=True)
+        work = replace(best.workload, splits_masters=machine.precision == "bf16")
+        return estimate(work, machine, best.mesh, lock_free=True)
     except BudgetError:
         return None
 
