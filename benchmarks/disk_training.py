@@ -275,7 +275,7 @@ def split(given: argparse.Namespace) -> None:
     sides: Sides = {"split": {"split": True}, "split and packed": {"split": True, "packed": True}}
     publish(
         "disk_training_split",
-        f"GPT-2 355M, 2 x {SEQUENCE} tokens, bf16, device budget 1700 MiB, host budget {HOST_MEMORY}, the rest on disk: "
+        f"GPT-2 355M, 2 x {SEQUENCE} tokens, device budget 1700 MiB, host budget {HOST_MEMORY}, the rest on disk: "
         f"whole masters (`update=True`), split ones (`ps.InBackward()`), and these with packed pages, by turns, with "
         f"equal losses. A slower drive is this one, whose calls end as if it had that rate. Medians of steps 4 to "
         f"{PLAIN_STEPS}, then of {given.rounds} rounds.",

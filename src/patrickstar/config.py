@@ -87,7 +87,7 @@ class LockFree(Options):
 
     Gradients are summed on the host until the update of their page; forward and backward never wait for it, unless a
     gradient would be older than `max_staleness` steps. docs/staleness.md has the recurrence. It takes 6 more bytes of
-    host memory per parameter with a 16-bit precision, 8 with fp32.
+    host memory per parameter with a 16-bit precision, 8 with fp32; with AdamW in bf16 2 fewer of masters.
 
     Raises:
         ConfigError: An option is unknown, or its value is invalid.

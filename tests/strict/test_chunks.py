@@ -94,7 +94,9 @@ def test_an_update_in_place_does_not_write_what_the_device_still_reads(manager):
     master = manager.new_chunk(PARAM32, 0, NUMEL, "float32", Tier.HOST)
     managed = Mock(
         location=SimpleNamespace(chunk=0, offset=0, numel=NUMEL),
-        schema=SimpleNamespace(state_lists=[SimpleNamespace(kind=PARAM32)], master_dtype="float32", gradients_beside=False),
+        schema=SimpleNamespace(
+            state_lists=[SimpleNamespace(kind=PARAM32)], master_dtype="float32", gradients_beside=False
+        ),
         state=SimpleNamespace(accumulated=False),
         chunk=chunk,
         shard_chunk=chunk,

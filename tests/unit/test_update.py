@@ -39,7 +39,9 @@ def managed() -> Param:
     return Param(
         name="weight",
         location=SimpleNamespace(chunk=0, offset=FIRST, numel=NUMEL),
-        schema=SimpleNamespace(state_lists=[SimpleNamespace(kind=PARAM32)], master_dtype="float32", gradients_beside=False),
+        schema=SimpleNamespace(
+            state_lists=[SimpleNamespace(kind=PARAM32)], master_dtype="float32", gradients_beside=False
+        ),
         state=SimpleNamespace(accumulated=False),
         overlays_shard=True,
         shard_chunk=chunk(1),

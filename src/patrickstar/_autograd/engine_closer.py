@@ -126,10 +126,12 @@ class EngineCloser:
         of_names = {
             "could not be read back and are NaN": lost,
             "may be updated in part": self.optimizer_in_backward.optimizer_step.updates.updated_in_part,
-            "are rounded as operators read them: digits of their masters are lost": sorted(map(str, self._state.torn)),
+            "are rounded as operators read them; more digits are lost": sorted(map(str, self._state.torn)),
         }
-        found = {loss: [name for name in names if names is lost or name not in lost] for loss, names in of_names.items()}
-        texts = [f"{len(names)} parameters {loss}: {', '.join(names)}." for loss, names in found.items() if names]
+        texts = []
+        for loss, names in of_names.items():
+            found = [name for name in names if names is lost or name not in lost]
+            texts += [f"{len(found)} parameters {loss}: {', '.join(found)}."] if found else []
         return " ".join(texts) or "No parameter is damaged."
 
     @contextmanager

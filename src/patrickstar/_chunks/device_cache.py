@@ -402,6 +402,10 @@ class DeviceCache:
         if chunk in self._fetch_queue:
             self._fetch_queue.remove(chunk)
             return
+        if chunk.device.update is None and chunk.host.update is not None and chunk.device.present:
+            self.transfers.abandon(chunk)
+            self.io_dispatch.counters.evictions += 1
+            return
         chunk.finish_update()
         if not chunk.device.present:  # the update has moved it to the host
             return

@@ -149,7 +149,8 @@ class EngineCore:
         self.full_state = FullState(self.model_state, self.optimizer_step)
         self.optimizer_placement = OptimizerPlacement(self.layout, self.shards, self.optimizer_step, self.tracer)
         always = config.updates_in_backward
-        self.optimizer_in_backward = OptimizerInBackward(self.sharing, self.optimizer_step, speculates, always)
+        of_backward = speculates, always, self.layout.gradient_room_bytes
+        self.optimizer_in_backward = OptimizerInBackward(self.sharing, self.optimizer_step, *of_backward)
         self.background_save = BackgroundSave(self.shards, world)
         intercepted = self.data, self.gradients, self.optimizer_in_backward, self.full_state, self.background_save
         self.interceptor = Interceptor(*intercepted)
@@ -253,7 +254,7 @@ class EngineCore:
             self.gradients.drop()
             self.optimizer_step.end_step(() if overflow else param_groups)
             self.data.place_embeddings(self.optimizer_step.tiers.home)
-        if self.data.end_step():
+        if self.data.end_step(self.optimizer_in_backward.used_gradients.indices):
             self.optimizer_placement.replan(self.layout)
         self.scaler.update(overflow)
         peak = max(self.tracer.non_model_peak, self.tracer.trace.peak_non_model_bytes)

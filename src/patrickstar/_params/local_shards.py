@@ -50,8 +50,6 @@ class LocalShards:
         """True if the last step had several backwards."""
         self.lists_gradients = False
         """True if gradients of delayed parameters go to the gradient list. See [Note: delayed updates]."""
-        self.freed_next: int | None = None
-        """Index of the chunk that was updated last in backward, with gradients beside its parameters."""
         self.reads: dict[int, Transfer] = {}
         """Reads of masters, states and frozen parameters by a checkpoint in progress, by chunk index."""
         self.closed = False

@@ -1,6 +1,6 @@
 """Access and release of managed parameters (PatrickStar §6.2, Figure 7)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from patrickstar._chunks.garbage import free_garbage
 from patrickstar._hardware.profiler_range import profiler_range
@@ -217,8 +217,12 @@ class ModelData:
                 self.sharing.accept_gradient(managed, grad)
         self.sharing.finish_backward()
 
-    def end_step(self) -> bool:
-        """Drop the gradient list unless the step accumulated; return whether that differs from the previous step."""
+    def end_step(self, used: Collection[int]) -> bool:
+        """Drop the gradient list unless the step accumulated; return whether that differs from the previous step.
+
+        Args:
+            used: Indices of chunks whose gradients, beside the parameters, stay.
+        """
         shards = self.shards
         accumulated, shards.backwards_in_step = shards.backwards_in_step > 1, 0
         shards.lists_gradients |= accumulated
@@ -226,7 +230,7 @@ class ModelData:
         if not accumulated:
             for chunk in lists:
                 if shards.by_chunk[chunk.index][0].schema.gradients_beside:
-                    if chunk.index != shards.freed_next:
+                    if chunk.index not in used:
                         shards.free_gradients(chunk.index)
                 elif not any(each.state.update_pending or each.state.late for each in shards.by_chunk[chunk.index]):
                     self.manager.remove(chunk)

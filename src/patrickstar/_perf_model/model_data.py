@@ -40,7 +40,8 @@ class ModelDataShare:
         self, numel: int, work: Workload, group: DataParallelGroup, gpus: int, variables: Variables, first: int
     ) -> None:
         self.numel, self._group, self._first = numel, group, first
-        self.param_bytes, self.state_bytes, self._bytes_of_update = work.param_bytes, work.state_bytes, work.update_bytes
+        self.param_bytes, self.state_bytes = work.param_bytes, work.state_bytes
+        self._bytes_of_update = work.update_bytes
         self._one, self._shares = variables.one, ShareVariables.of(variables, first)
         self.owned = numel / (group.shards * group.replicas)
         self._node_owned = gpus * numel / (group.shards * group.replicas)
@@ -50,7 +51,7 @@ class ModelDataShare:
 
     @property
     def nbytes(self) -> float:
-        """Bytes on all tiers: 14 per element that the process owns in 16 bits, 12 with split masters, and 2 of its replica's copy."""
+        """Bytes on all tiers: 14 (12 with split masters) per owned element in 16 bits, and 2 of the replica's copy."""
         return (self.param_bytes + self.state_bytes) * self.owned + self.param_bytes * self.copied
 
     @property

@@ -42,7 +42,9 @@ class GradientBuffer(Home):
 
     late = True
 
-    def __init__(self, data: LocalShards, update_rules: UpdateRules, page_numel: Callable[[Sequence[Chunk]], int]) -> None:
+    def __init__(
+        self, data: LocalShards, update_rules: UpdateRules, page_numel: Callable[[Sequence[Chunk]], int]
+    ) -> None:
         super().__init__(data)
         self.step = 0
         """Number of the last step that has begun to add gradients."""

@@ -8,6 +8,7 @@ from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.several_processes import Sharing
 from patrickstar._step.optimizer_step import OptimizerStep
 from patrickstar._step.speculation import Speculation
+from patrickstar._step.used_gradients import UsedGradients
 from patrickstar.errors import TrainingError
 
 # [Note: updating before backward has ended]
@@ -28,7 +29,12 @@ class OptimizerInBackward:
     """Update of chunks during backward, on background threads or between two operators."""
 
     def __init__(
-        self, sharing: Sharing, optimizer_step: OptimizerStep, speculates: bool = True, always: bool = False
+        self,
+        sharing: Sharing,
+        optimizer_step: OptimizerStep,
+        speculates: bool = True,
+        always: bool = False,
+        gradient_room_bytes: int = 0,
     ) -> None:
         self.data = sharing.shards
         self.always = always
@@ -36,6 +42,7 @@ class OptimizerInBackward:
         self.first = always
         """True in an iteration of such an engine that is the first of all, or since states were loaded."""
         self.optimizer_step = optimizer_step
+        self.used_gradients = UsedGradients(sharing.shards, gradient_room_bytes)
         self.speculation = Speculation(sharing, optimizer_step, speculates and optimizer_step.lock_free is None)
         """Updates of backwards without `update=True`. Spare memory has no place for the buffer of newest values."""
         self._groups: Mapping[ManagedParam, Mapping[str, Any]] | None = None
@@ -108,17 +115,7 @@ class OptimizerInBackward:
             for managed in complete:
                 managed.state.updated_in_backward = self.data.backward_id
             if managed_params[0].schema.gradients_beside:
-                self._free_gradients_before(index)
-
-    def _free_gradients_before(self, index: int) -> None:
-        """Free the gradients of the chunk that was updated before one, while no operator holds parameters.
-
-        So those of one chunk that is updated exist beside those that the next operator gives, which may lie in two:
-        `chunk_mapping.LISTS_AT_ONCE`.
-        """
-        earlier, self.data.freed_next = self.data.freed_next, index
-        if earlier is not None and earlier != index:
-            self.data.free_gradients(earlier)
+                self.used_gradients.add(index)
 
     def finish(self, groups: Mapping[ManagedParam, Mapping[str, Any]]) -> None:
         """End at the step. Raises TrainingError if hyper-parameters changed since `begin`."""

@@ -310,13 +310,15 @@ class InHostCopy(InPlace):
     uploads = False
 
     def copies(self, chunks: Sequence[Chunk]) -> list[Copy]:
-        """Return the copies that an update uses, with the host copy of the parameters."""
-        return [*super().copies(chunks), chunks[0].host]
+        """Return the copies that an update uses: the host copy of the parameters, and that with their gradients."""
+        beside = self.data.by_chunk[chunks[0].index][0].schema.gradients_beside
+        return [*super().copies(chunks[1:] if beside else chunks), chunks[0].host]
 
     def span(self, managed: ManagedParam, rule: Rule, part: Part = WHOLE) -> Span:
         """Return the tensors of an update that writes the host copy."""
         param = managed.shard_chunk.flat_on_host(managed.location.offset, managed.location.numel)
-        return replace(super().span(managed, rule, part), param=param, upper=param if managed.schema.gradients_beside else None)
+        upper = param if managed.schema.gradients_beside else None
+        return replace(super().span(managed, rule, part), param=param, upper=upper)
 
     def end(self, rules: Rules) -> None:
         """Let operators read the new parameters, which are copied to the device."""

@@ -70,7 +70,7 @@ class UpdateTiers:
         manager = self.data.manager
         home = self.tier_of(index) if tier is None else tier
         chunks, param16 = self._optimizer_chunks(index), managed_params[0].shard_chunk
-        if home is Tier.DISK and managed_params[0].schema.gradients_beside:  # gradients in memory are read there, and freed
+        if home is Tier.DISK and managed_params[0].schema.gradients_beside:  # these are read in memory, and freed
             chunks = self.data.optimizer_chunks(index)
         # Also if only other ranks own elements with a gradient: linked processes move the same chunks.
         if any(managed.has_gradient or managed.in_next_step for managed in managed_params):

@@ -49,6 +49,8 @@ class HostTier:
         self.spare_use_bytes = 0
         """The most bytes that spare blocks can be used for; whoever uses them says how many."""
         self.spare = SpareMemory()
+        self.give_back: Callable[[], bool] = lambda: False
+        """Frees a chunk whose content has been used. Returns False if there is none."""
         self._needed_peak = 0
         """Peak of `used` and `other_bytes` together since the last reset."""
         self._last_needed_peak = 0
@@ -117,8 +119,9 @@ class HostTier:
 
     def has_room(self, nbytes: int) -> bool:
         """Return True if `nbytes` more fit, after freeing spare blocks and duplicate copies of chunks as needed."""
-        if self._short_bytes(nbytes) > 0:
-            return False
+        while self._short_bytes(nbytes) > 0:
+            if not self.give_back():
+                return False
         while self.free_bytes < nbytes and self.spare_bytes and self._reclaim():
             pass
         for chunk in sorted(self._droppable(), key=lambda chunk: chunk.host.update is not None):  # these wait for it
