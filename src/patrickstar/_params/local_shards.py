@@ -277,7 +277,7 @@ class LocalShards:
                 self.renew(managed)
             return
         payload, master = managed.flat(managed.shard_chunk), self.manager[PARAM32, managed.location.chunk]
-        if self._is_computed_on_device(master, on_device=managed.shard_chunk.device.valid):
+        if self.is_computed_on_device(master, on_device=managed.shard_chunk.device.valid):
             round_to_device(payload, managed.flat(master, in_order=True))
             master.host.reader = self.manager.io_dispatch.copies.issued(repr(master))
             self.manager.count_transfer(managed.location.numel * master.dtype.itemsize, to_device=True)
@@ -293,7 +293,7 @@ class LocalShards:
             values.copy_(managed.flat(newest)[part])
         self.count_transfer(managed, newest, managed.shard_chunk)
 
-    def _is_computed_on_device(self, listed: Chunk, *, on_device: bool) -> bool:
+    def is_computed_on_device(self, listed: Chunk, *, on_device: bool) -> bool:
         """Return whether the device computes on `listed`, beside values that are on the device or on the host.
 
         See [Note: lists on the host beside an accelerator].
@@ -375,7 +375,7 @@ class LocalShards:
         """Add the elements of a gradient, which is on the device or on the host, to a chunk of the gradient list."""
         if not managed.state.accumulated:
             self._complete_delayed(managed)
-        if self._is_computed_on_device(chunk, on_device=on_device):
+        if self.is_computed_on_device(chunk, on_device=on_device):
             add_gradient(managed.flat(chunk, in_order=True), grad, first=not managed.state.accumulated)
             chunk.host.writer = self.manager.io_dispatch.copies.issued(repr(chunk))
             nbytes = managed.location.numel * chunk.dtype.itemsize

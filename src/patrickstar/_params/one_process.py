@@ -1,10 +1,12 @@
 """Gradients of a process that shares its chunks with no other: stored in place of their parameters (§6.2, Figure 7)."""
 
+from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 
 import torch
 
+from patrickstar._hardware.transfer import Transfer
 from patrickstar._layout.schema import GRAD32, PARAM16, PARAM32
 from patrickstar._params.local_shards import LocalShards
 from patrickstar._params.managed_param import ManagedParam, check_not_updated
@@ -24,6 +26,8 @@ class OneProcess:
 
     def __init__(self, shards: LocalShards) -> None:
         self.shards, self.manager = shards, shards.manager
+        self._leaving: deque[tuple[Transfer, torch.Tensor]] = deque()
+        """Copies to the host of the last gradients beside their parameters, and these on the device."""
 
     # Operators
 
@@ -136,8 +140,29 @@ class OneProcess:
             )
         shards.ensure_list(managed)
         chunk, on_device = self.manager[GRAD32, managed.location.chunk], grad.device.type == self.manager.device.type
-        shards.add_to(chunk, managed, managed.flattened(grad), on_device=on_device)
+        flat, first = managed.flattened(grad), managed.schema.gradients_beside and not state.accumulated
+        if first and shards.is_computed_on_device(chunk, on_device=on_device):
+            self._start_to_leave(managed, flat, chunk)
+        else:
+            shards.add_to(chunk, managed, flat, on_device=on_device)
         state.listed_in = shards.backward_id
+
+    def _start_to_leave(self, managed: ManagedParam, grad: torch.Tensor, chunk: Chunk) -> None:
+        """Start to copy a gradient to its list on the host, beside operators.
+
+        Of those whose copies may not have ended, as many stay on the device as one chunk has bytes.
+        """
+        self._end_copies(chunk.nbytes - grad.nbytes)
+        target = managed.flat(chunk, in_order=True)
+        copy = chunk.host.writer = self.manager.io_dispatch.copy_part(target, grad, repr(chunk), to_device=False)
+        self._leaving.append((copy, grad))
+        self.manager.mark_written(chunk, on_device=False)
+        managed.state.accumulated = True
+
+    def _end_copies(self, nbytes: int) -> None:
+        """Let the device's later work wait for copies of gradients, whose memory it may use, until so many are left."""
+        while self._leaving and sum(grad.nbytes for _, grad in self._leaving) > nbytes:
+            self.manager.io_dispatch.order(self._leaving.popleft()[0])
 
     def _write_gradient(self, managed: ManagedParam, grad: torch.Tensor | RowGradient, add: bool) -> None:
         """Write a gradient over its parameter; fetch its chunk from disk, or write page by page if there is no room."""
@@ -167,6 +192,10 @@ class OneProcess:
             self._restore(managed)
         managed.state.discard_moved()
 
+    def finish_backward(self) -> None:
+        """Let the device's later work wait for the copies of the last gradients."""
+        self._end_copies(0)
+
     # There is nothing to do without other processes
 
     def reduce_idle(self, protect: Sequence[Chunk]) -> bool:
@@ -175,8 +204,6 @@ class OneProcess:
     def drop_written(self) -> None: ...
 
     def end_window(self, managed_params: Sequence[ManagedParam]) -> None: ...
-
-    def finish_backward(self) -> None: ...
 
     def gradients_are_reduced(self, index: int) -> bool:
         return True
