@@ -9,6 +9,7 @@ from probes import manager_of
 from sampling import drawn
 from seeded import assert_same_model, engine_of, reference_of
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from toys import batches, inputs, layers, mean_square, train, update
 
 import patrickstar as ps
@@ -167,6 +168,30 @@ def test_checkpoints_refer_to_no_pages_of_split_masters(tmp_path):
         with tiers.loaded(build, config, tmp_path / "saved") as found:
             train(found, inputs(2, WIDTH), update=True)
             assert_same_model(engine, found)
+
+
+class ReadThrice(nn.Module):
+    """Reentrant checkpointing completes the gradients of `again` three times in a backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.again = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        x = self.first(x)
+        for _ in range(3):
+            x = checkpoint(lambda y: self.again(y).tanh(), x, use_reentrant=True)
+        return x
+
+
+@pytest.mark.parametrize("device_memory", ["72KiB", "8MiB"])
+def test_gradients_that_grow_three_times_in_a_backward(device_memory):
+    config = in_backward(device_memory=device_memory)
+    with engine_of(ReadThrice, config) as engine:
+        losses = train(engine, inputs(4, WIDTH))
+        trainer = reference_of(ReadThrice, config)
+        assert losses == train(trainer, inputs(4, WIDTH))
+        assert_same_model(trainer, engine)
 
 
 # Bytes

@@ -376,6 +376,8 @@ class LocalShards:
         if not managed.state.accumulated:
             self._complete_delayed(managed)
         if self.is_computed_on_device(chunk, on_device=on_device):
+            if chunk.host.writer is not None:  # it may be on a stream of its own
+                self.manager.io_dispatch.order(chunk.host.writer)
             add_gradient(managed.flat(chunk, in_order=True), grad, first=not managed.state.accumulated)
             chunk.host.writer = self.manager.io_dispatch.copies.issued(repr(chunk))
             nbytes = managed.location.numel * chunk.dtype.itemsize

@@ -124,12 +124,16 @@ class OneProcess:
             self.manager.timeline.holds_gradients(managed.location.chunk, True)
 
     def _list_at_once(self, managed: ManagedParam, grad: torch.Tensor) -> None:
-        """Add a gradient to the gradient list; if it may grow, once its backward has ended."""
+        """Add a gradient to the gradient list.
+
+        One that may grow is added to a list in fp32 once its backward has ended, and to one in the compute dtype as often
+        as it grows: as in plain PyTorch.
+        """
         state, shards = managed.state, self.shards
-        if shards.in_backward and state.may_grow:
+        if shards.in_backward and state.may_grow and not managed.schema.gradients_beside:
             state.keep_partial(grad.clone())
             return
-        if shards.in_backward and state.listed_in == shards.backward_id:
+        if state.listed_in == shards.backward_id:
             state.may_grow = True
             shards.check_restorable(managed)
         elif managed.schema.gradients_beside and state.accumulated:
@@ -150,9 +154,10 @@ class OneProcess:
     def _start_to_leave(self, managed: ManagedParam, grad: torch.Tensor, chunk: Chunk) -> None:
         """Start to copy a gradient to its list on the host, beside operators.
 
-        Of those whose copies may not have ended, as many stay on the device as one chunk has bytes.
+        Those whose copies may not have ended stay on the device, up to the bytes of two chunks: one is copied while
+        another one is computed.
         """
-        self._end_copies(chunk.nbytes - grad.nbytes)
+        self._end_copies(2 * chunk.nbytes - grad.nbytes)
         target = managed.flat(chunk, in_order=True)
         copy = chunk.host.writer = self.manager.io_dispatch.copy_part(target, grad, repr(chunk), to_device=False)
         self._leaving.append((copy, grad))
@@ -162,7 +167,9 @@ class OneProcess:
     def _end_copies(self, nbytes: int) -> None:
         """Let the device's later work wait for copies of gradients, whose memory it may use, until so many are left."""
         while self._leaving and sum(grad.nbytes for _, grad in self._leaving) > nbytes:
-            self.manager.io_dispatch.order(self._leaving.popleft()[0])
+            copy, grad = self._leaving.popleft()
+            self.manager.io_dispatch.order(copy)
+            del grad  # not before
 
     def _write_gradient(self, managed: ManagedParam, grad: torch.Tensor | RowGradient, add: bool) -> None:
         """Write a gradient over its parameter; fetch its chunk from disk, or write page by page if there is no room."""

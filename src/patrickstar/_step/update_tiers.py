@@ -83,6 +83,9 @@ class UpdateTiers:
             elif home is Tier.HOST:
                 manager.ensure_in_memory(param16, in_order=self._waits_for_copies)
         if home is Tier.DEVICE:
+            for sums in self.data.gradient_sums(index):
+                if sums.host.writer is not None:  # gradients on their way to the host, on a stream of their own
+                    manager.io_dispatch.order(sums.host.writer)
             manager.cache.fetch(chunks)
         for chunk in chunks:
             manager.move_to_tier(chunk, home)
