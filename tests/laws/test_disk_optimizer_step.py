@@ -12,7 +12,7 @@ from torch import nn
 from toys import inputs, layers, mean_square, train
 
 import patrickstar as ps
-from patrickstar._layout.schema import PARAM32
+from patrickstar._layout.schema import EXP_AVG
 from patrickstar._schedule.eviction_prefetch import DemandFetch
 from patrickstar._schedule.placement import Tier
 from patrickstar._tiers.swap_file import SwapFile
@@ -193,6 +193,6 @@ def test_states_leave_the_disk_after_their_last_update_there(tmp_path, late, hos
                 engine.backward(mean_square(engine(*values, skipped)))
                 assert ended or disk_step_of(engine).unfinished >= set(skipped)
                 engine.optimizer.step()
-            assert all(manager[PARAM32, index].in_memory for index in skipped)
+            assert all(manager[EXP_AVG, index].in_memory for index in skipped)
             results.append(engine.state_dict())
     ps.testing.assert_same_bits(*results, "parameters")

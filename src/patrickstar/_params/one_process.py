@@ -126,8 +126,8 @@ class OneProcess:
     def _list_at_once(self, managed: ManagedParam, grad: torch.Tensor) -> None:
         """Add a gradient to the gradient list.
 
-        One that may grow is added to a list in fp32 once its backward has ended, and to one in the compute dtype as often
-        as it grows: as in plain PyTorch.
+        One that may grow is added to a list in fp32 once its backward has ended, and to one in the compute dtype as
+        often as it grows: as in plain PyTorch.
         """
         state, shards = managed.state, self.shards
         if shards.in_backward and state.may_grow and not managed.schema.gradients_beside:

@@ -1,5 +1,7 @@
 """Gradients beside their parameters that an update has used: they are freed for others, or stay while there is room."""
 
+from weakref import WeakMethod
+
 from patrickstar._params.local_shards import LocalShards
 
 # [Note: used gradients]
@@ -23,7 +25,8 @@ class UsedGradients:
         self.indices: list[int] = []
         """Indices of these chunks, in the order in which their updates were started."""
         self._data, self._room_bytes = data, room_bytes
-        data.manager.host_tier.give_back = self.give_back
+        give_back = WeakMethod(self.give_back)  # or an engine that was closed would wait for the garbage collector
+        data.manager.host_tier.give_back = lambda: (found := give_back()) is not None and found()
 
     def add(self, index: int) -> None:
         """Add a chunk whose update was started, while no operator holds parameters, and free what has to be freed.
@@ -38,9 +41,12 @@ class UsedGradients:
                 self._data.free_gradients(earlier)
 
     def _may_stay(self, index: int) -> bool:
-        manager, chunks = self._data.manager, self._data.state_chunks(index) + self._data.gradient_sums(index)
+        manager = self._data.manager
+        if index not in self._data.by_chunk or not manager.hardware.has_gpu:
+            return False
+        chunks = self._data.state_chunks(index) + self._data.gradient_sums(index)
         on_host = all(chunk.host.valid and not chunk.device.present for chunk in chunks)
-        return on_host and manager.hardware.has_gpu and manager.host_tier.free_bytes >= self._room_bytes
+        return on_host and manager.host_tier.free_bytes >= self._room_bytes
 
     def give_back(self) -> bool:
         """Free the earliest ones for the host, which lacks room. Return False if there is none but the last."""
