@@ -27,10 +27,10 @@ MODULES = {
     "_checkpoint": "async_save direct_writer",
     "_chunks": "chunk_manager device_cache transfers",
     "_hardware": "accelerator",
-    "_params": "chunk_comm local_shards",
+    "_params": "chunk_comm local_shards one_process",
     "_step": "delayed_update disk_optimizer_step disk_speculation gradient_buffer host_speculation lock_free_update "
     "optimizer_in_backward optimizer_step read_ahead speculation streamed_update update update_queue "
-    "update_dispatch update_tiers",
+    "update_dispatch update_tiers used_gradients",
     "_tiers": "chunk copy_streams device_tier disk_tier host_tier",
 }
 CALLS = {
