@@ -402,7 +402,8 @@ class DeviceCache:
         if chunk in self._fetch_queue:
             self._fetch_queue.remove(chunk)
             return
-        if chunk.device.update is None and chunk.host.update is not None and chunk.device.present:
+        updated_below = chunk.device.update is None and chunk.host.update is not None
+        if updated_below and chunk.device.present and chunk not in self.transfers.in_flight:
             self.transfers.abandon(chunk)
             self.io_dispatch.counters.evictions += 1
             return

@@ -148,7 +148,6 @@ class ChunkTransfers:
 
     def abandon(self, chunk: Chunk) -> None:
         """Free the device copy of a chunk whose update writes the host copy and does not need it; do not wait."""
-        self.complete(chunk)
         chunk.device.valid, chunk.host.valid = False, True
         self.device_tier.free(chunk)
 
