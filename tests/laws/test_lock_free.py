@@ -20,6 +20,9 @@ from speculation_cases import DELAYED_EVENTS, PARAM16_BYTES, build, loop, step
 from toys import train
 
 import patrickstar as ps
+from patrickstar._chunks.chunk_manager import ChunkManager
+from patrickstar._params.local_shards import LocalShards
+from patrickstar._schedule.placement import Tier
 
 from .test_late_copies import some_are_slow
 from .tiers import Room, blocks, inputs, options, small_engine
@@ -83,3 +86,22 @@ def test_random_loops(seeds, monkeypatch, tmp_path):
         let_chances_pass(monkeypatch, random.Random(seed).choice([0.0, 0.5, 0.9, 1.0]), seed)
         tested += run_random(seed, tmp_path)
     assert tested > len(seeds) // 2
+
+
+@pytest.mark.parametrize("more_kib", [43, 49, 58, 70])
+def test_gradient_lists_that_move_states_to_the_disk(more_kib, monkeypatch, tmp_path):
+    """Room on the host for a list is made by single chunks of states; the update of these moves the others after them."""
+    moved, free_host = [], ChunkManager.free_host
+
+    def noted(manager, nbytes):
+        before = {chunk for chunk in manager.chunks.values() if chunk.in_memory}
+        fits = free_host(manager, nbytes)
+        moved.extend(chunk for chunk in before if not chunk.in_memory)
+        return fits
+
+    monkeypatch.setattr(ChunkManager, "free_host", noted)
+    monkeypatch.setattr(LocalShards, "grad_list_tier", lambda shards, managed: Tier.HOST)
+    let_chances_pass(monkeypatch, 0.5, 3)
+    budgets = on_disk(tmp_path) | {"host_memory": HOST_BYTES + more_kib * 1024}
+    run_three(loop([[]] * 8, [1, 1, 2, 1, 1, 1, 1, 1]), tmp_path, chunk_size="3KiB", device_memory=1.6, **budgets)
+    assert moved

@@ -114,6 +114,11 @@ class ParamSchema:
         """True if updates of parameters of this schema may be delayed."""
         return self.state_lists != self.optimizer_lists
 
+    @property
+    def gradient_dtype(self) -> str:
+        """Dtype of gradients in a list of their own: the master's, unless each backward is updated with its own."""
+        return self.compute.dtype if self.gradients_beside else self.master_dtype
+
     def gradient_itemsize(self, accumulates: bool) -> int:
         """Return the bytes per element of a gradient in a list of its own; 0 if it is in place of the parameter.
 

@@ -11,7 +11,7 @@ from patrickstar._hardware.storage_guard import refuse_access, storage_guard
 from patrickstar._hardware.transfer import Transfer
 from patrickstar._kernels.rounding import canonical_nan_, round_into
 from patrickstar._kernels.update_rule import Gradient
-from patrickstar._layout.schema import BUFFERED16, DELAYED16, GRAD32, LOW16, PARAM32
+from patrickstar._layout.schema import BUFFERED16, DELAYED16, GRAD32, ITEMSIZE, LOW16, PARAM32
 from patrickstar._params.device_arithmetic import add_gradient, round_to_device
 from patrickstar._params.managed_param import ManagedParam, refusal
 from patrickstar._params.split_lists import restored_parts
@@ -161,9 +161,8 @@ class LocalShards:
 
     def add_gradient_list(self, managed: ManagedParam, tier: Tier) -> Chunk:
         """Allocate the gradient-list chunk of a parameter."""
-        schema, numel = managed.schema, self.state_chunks(managed.location.chunk)[0].numel
-        dtype = schema.compute.dtype if schema.gradients_beside else schema.master_dtype
-        return self.manager.new_chunk(GRAD32, managed.location.chunk, numel, dtype, tier)
+        numel = self.state_chunks(managed.location.chunk)[0].numel
+        return self.manager.new_chunk(GRAD32, managed.location.chunk, numel, managed.schema.gradient_dtype, tier)
 
     def free_gradients(self, index: int) -> None:
         """Wait for the update of gradients beside their parameters, and free them unless there are new ones."""
@@ -352,14 +351,15 @@ class LocalShards:
         With several processes one that needs no eviction, since an eviction may wait for other ranks.
         """
         master_chunk = self.chunk_of(managed, PARAM32)
+        nbytes = master_chunk.numel * ITEMSIZE[managed.schema.gradient_dtype]
         if master_chunk.device.valid:
-            cache, nbytes = self.manager.cache, master_chunk.nbytes
+            cache = self.manager.cache
             limit_bytes = 0 if cache.evict_everything else cache.device_tier.soft_chunkable_bytes - cache.queued_bytes
             # Whether there are earlier gradients differs between linked processes.
             waits = managed.chunk.sharded or managed.schema.gradients_beside
             if not waits or (not cache.decides_alike and cache.finish_evictions(nbytes, limit_bytes)):
                 return Tier.DEVICE
-        host, nbytes = self.manager.host_tier, master_chunk.nbytes
+        host = self.manager.host_tier
         if managed.schema.gradients_beside:
             return Tier.HOST if self.manager.disk_tier is None or host.has_room(nbytes) else Tier.DISK
         fits = self.manager.disk_tier is None or nbytes <= host.free_bytes

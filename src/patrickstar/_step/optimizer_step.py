@@ -197,10 +197,9 @@ class OptimizerStep:
         if not managed_params[0].schema.trained:
             return
         if any(managed.state.update_pending for managed in managed_params):
-            assert not any(managed.has_gradient for managed in managed_params), (
-                f"a gradient of chunk {index} has arrived before its last update has ended"
-            )
-            return
+            if not any(managed.has_gradient for managed in managed_params):
+                return
+            self.updates.complete(managed_params)  # of those that backward has updated
         if any(managed.has_gradient for managed in managed_params):
             self.before_update(index)
         self.tiers.move(index, managed_params)
@@ -251,7 +250,7 @@ class OptimizerStep:
         tier = self.tiers.tier_of(index)
         if tier is not Tier.DISK:
             lock_free.withdraw_from_disk(index)
-        if tier is not Tier.DISK or self.data.state_chunks(index)[0].in_memory:
+        if tier is not Tier.DISK or any(chunk.in_memory for chunk in self.data.state_chunks(index)):
             self.tiers.move(index, managed_params, tier)  # waits for pages that are being written
         lock_free.accept(index, {managed: group_of(managed) for managed in with_gradient}, scales)
 

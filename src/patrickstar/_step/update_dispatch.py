@@ -7,6 +7,7 @@ from patrickstar._hardware.profiler_range import profiler_range
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._params.local_shards import LocalShards
 from patrickstar._params.managed_param import ManagedParam
+from patrickstar._schedule.placement import Tier
 from patrickstar._step.disk_optimizer_step import DiskOptimizerStep
 from patrickstar._step.host_updates import HostUpdates
 from patrickstar._step.update import Update
@@ -49,9 +50,13 @@ class Updates:
             urgent: Run it before those that have not begun.
         """
         try:
-            if self.data.state_chunks(update.index)[0].in_memory:
+            states = self.data.state_chunks(update.index)
+            if all(chunk.in_memory for chunk in states):
                 self.run(update, beside=beside, urgent=urgent)
             else:
+                for chunk in states:
+                    if chunk.in_memory:  # room on the host was made by others of them
+                        self.data.manager.move_to_tier(chunk, Tier.DISK)
                 assert self.disk is not None, "without a disk all chunks are in memory"
                 self.disk.submit(update)
         except BaseException as error:
