@@ -195,7 +195,7 @@ def test_gradients_that_grow_three_times_in_a_backward(device_memory):
 
 
 def test_a_chunk_updated_in_part_from_disk(tmp_path):
-    """One of its parameters is read again after its gradient, so that the step updates it, once the others have ended."""
+    """One of its parameters is read again after its gradient, so that the step updates it, after the others."""
     shape = models.Shape(("plain", "attention"), checkpointing=True, width=WIDTH)
     config = options("fp32", 1000, update=ps.InBackward())
     config = on_disk(shape.build, config, tmp_path, batches(1)[0], tiers.Room())

@@ -90,7 +90,7 @@ def test_random_loops(seeds, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("more_kib", [43, 49, 58, 70])
 def test_gradient_lists_that_move_states_to_the_disk(more_kib, monkeypatch, tmp_path):
-    """Room on the host for a list is made by single chunks of states; the update of these moves the others after them."""
+    """Room on the host for a list is made by single chunks of states; an update moves the others after them."""
     moved, free_host = [], ChunkManager.free_host
 
     def noted(manager, nbytes):
