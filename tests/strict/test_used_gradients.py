@@ -10,15 +10,21 @@ from seeded import engine_of, reference_of, run_step
 from test_running_updates import LAYERS, after_a_step, batch, build
 
 import patrickstar as ps
-from patrickstar._chunks.transfers import ChunkTransfers
+from patrickstar._chunks.device_cache import DeviceCache
 from patrickstar._step.used_gradients import UsedGradients
 from patrickstar.errors import BudgetError
 
 
 def test_backward_goes_on_beside_updates_while_the_host_has_room(monkeypatch):
     """It waits for no gradient's memory, nor for that of a parameter on the device, whose new value is on the host."""
-    abandon, abandoned = ChunkTransfers.abandon, []
-    monkeypatch.setattr(ChunkTransfers, "abandon", lambda self, chunk: (abandoned.append(chunk), abandon(self, chunk)))
+    start_eviction, abandoned = DeviceCache._start_eviction, []
+
+    def noted(cache, chunk):
+        if chunk.host.update is not None:
+            abandoned.append(chunk)
+        return start_eviction(cache, chunk)
+
+    monkeypatch.setattr(DeviceCache, "_start_eviction", noted)
     with after_a_step("60KiB", update=ps.InBackward()) as (engine, gate):
         assert len(gate.updating) == 2 * LAYERS and len(lists_of(engine)) == LAYERS
         assert len(abandoned) >= LAYERS // 2

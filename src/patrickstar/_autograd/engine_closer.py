@@ -123,15 +123,14 @@ class EngineCloser:
 
     def losses(self, lost: list[str]) -> str:
         """Describe the parameters that a failed disk or thread has damaged; `lost`: those that are NaN."""
-        of_names = {
+        partly = self.optimizer_in_backward.optimizer_step.updates.updated_in_part
+        rounded = sorted(map(str, self._state.torn))
+        losses = {
             "could not be read back and are NaN": lost,
-            "may be updated in part": self.optimizer_in_backward.optimizer_step.updates.updated_in_part,
-            "are rounded as operators read them; more digits are lost": sorted(map(str, self._state.torn)),
+            "may be updated in part": [name for name in partly if name not in lost],
+            "are rounded as operators read them; more digits are lost": [name for name in rounded if name not in lost],
         }
-        texts = []
-        for loss, names in of_names.items():
-            found = [name for name in names if names is lost or name not in lost]
-            texts += [f"{len(found)} parameters {loss}: {', '.join(found)}."] if found else []
+        texts = [f"{len(names)} parameters {loss}: {', '.join(names)}." for loss, names in losses.items() if names]
         return " ".join(texts) or "No parameter is damaged."
 
     @contextmanager

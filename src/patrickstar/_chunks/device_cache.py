@@ -404,14 +404,13 @@ class DeviceCache:
             return
         updated_below = chunk.device.update is None and chunk.host.update is not None
         if updated_below and chunk.device.present and chunk not in self.transfers.in_flight:
-            self.transfers.abandon(chunk)
-            self.io_dispatch.counters.evictions += 1
-            return
-        chunk.finish_update()
-        if not chunk.device.present:  # the update has moved it to the host
-            return
-        if chunk.device.writer is not None:
-            self.transfers.complete(chunk)
+            chunk.device.valid, chunk.host.valid = False, True  # its update does not need the device copy: do not wait
+        else:
+            chunk.finish_update()
+            if not chunk.device.present:  # the update has moved it to the host
+                return
+            if chunk.device.writer is not None:
+                self.transfers.complete(chunk)
         if self._start_eviction(chunk):
             self.io_dispatch.counters.evictions += 1
             _log.debug("evicted %s (%d bytes) at moment %d", chunk, chunk.nbytes, self.now)

@@ -146,11 +146,6 @@ class ChunkTransfers:
             self._start_fetch(chunk, urgent)
         self._count_h2d(chunk)
 
-    def abandon(self, chunk: Chunk) -> None:
-        """Free the device copy of a chunk whose update writes the host copy and does not need it; do not wait."""
-        chunk.device.valid, chunk.host.valid = False, True
-        self.device_tier.free(chunk)
-
     def exchange(self, chunk: Chunk, other: Chunk) -> None:
         """Exchange the contents of a settled chunk, which has host memory, and of one on the host.
 

@@ -18,7 +18,6 @@ STATE_BYTES = 12
 LOCK_FREE_BYTES = 6
 """Host bytes of a parameter's buffers for lock-free updates: its newest value, and an fp32 sum of gradients."""
 
-
 UPDATE_BYTES = 2 * PARAM_BYTES + 2 * STATE_BYTES
 """Bytes per parameter that an update in mixed precision reads and writes."""
 

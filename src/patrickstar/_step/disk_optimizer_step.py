@@ -44,6 +44,7 @@ class DiskOptimizerStep:
         self.late: set[int] = set()
         """Indices of chunks whose parameters were needed before the pages of their update had been read."""
         self._torn: set[ManagedParam] = set()
+        """Parameters that `torn` has found."""
         self._kernels, self._update_rules, self._host_updates = kernels, update_rules, host_updates
         self._queue = queue
 
@@ -67,12 +68,9 @@ class DiskOptimizerStep:
         """Return parameters of whose split masters a failed disk has lost halves, since the others are newer."""
         for pages in self.staging_pool.live:
             if pages.owner is not None and (pages.updated or pages.update is not None):
-                self._note_torn(pages)
+                page, of_chunk = Page(pages.index, pages.first, pages.numel), self.data.by_chunk[pages.index]
+                self._torn.update(each for each in of_chunk if each.schema.splits and page.part(each) is not None)
         return self._torn
-
-    def _note_torn(self, pages: PageSet) -> None:
-        page, managed_params = Page(pages.index, pages.first, pages.numel), self.data.by_chunk[pages.index]
-        self._torn.update(each for each in managed_params if each.schema.splits and page.part(each) is not None)
 
     def submit(self, update: Update) -> None:
         """Queue an update, by default of all pages that have parameters."""
@@ -198,7 +196,7 @@ class DiskOptimizerStep:
         for update in aborted:
             update.home.forget(update.rules)
         if self.data.manager.io_dispatch.failed is not None:
-            self._torn = self.torn()
+            self.torn()  # as long as the pages are known
             self.staging_pool.live.clear()
             return
         self._queue.updates = [update for update in self._queue.updates if update not in aborted]
@@ -227,7 +225,6 @@ class DiskOptimizerStep:
                 self._hold(pages, self._host_updates, spans)
                 return
             self._kernels.update(spans, update.scales)
-            pages.updated = True
             self._end(pages)
         except BaseException as error:
             # Ctrl-C or an error may strike at any line. Each page on disk is intact: restore parameters from the pages.
@@ -258,7 +255,6 @@ class DiskOptimizerStep:
         """Wait for the update of a page set, and start to write it back."""
         try:
             pages.update.wait()
-            pages.updated = True
             self._end(pages)
         except BaseException as error:
             self._abort(error)
@@ -266,7 +262,7 @@ class DiskOptimizerStep:
 
     def _end(self, pages: PageSet) -> None:
         """Start to write an updated page set back; after the last one, the chunk's parameters are updated."""
-        update = pages.owner
+        update, pages.updated = pages.owner, True
         update.home.end_page(pages, self.staging_pool)
         update.updated += 1
         if update.complete and not update.home.speculative:
